@@ -1,0 +1,60 @@
+/* Tensor -> raw facts, by the DLPack C exchange API where the tensor's type offers it, else by __dlpack__.
+ *
+ * Everything here needs the GIL (or an attached thread state).  What is read is a snapshot: pointers are fetched
+ * anew in every pass and never outlive the tensor they came from.
+ */
+#ifndef DDP_MP_EXCHANGE_H
+#define DDP_MP_EXCHANGE_H
+
+#include <Python.h>
+#include <stdint.h>
+
+#include "dtype.h"
+
+typedef enum mp_layout {
+    MP_LAYOUT_DENSE = 0, /* every byte of [data, data + numel * size) belongs to exactly one element */
+    MP_LAYOUT_OTHER = 1, /* gapped, overlapping or expanded: copy through PyTorch */
+} mp_layout;
+
+#define MP_MAX_NDIM 32
+
+typedef struct mp_view {
+    void *data;      /* address of the first element, byte offset included; NULL only when numel is 0 */
+    int64_t numel;
+    mp_dtype dtype;  /* MP_DTYPE_NONE: a type that the engine does not cast */
+    mp_layout layout;
+    int device_type; /* DLDeviceType: 1 host, 2 CUDA */
+    int device_index;
+    int ndim;
+    int64_t shape[MP_MAX_NDIM];
+    int64_t strides[MP_MAX_NDIM]; /* elements; of dimensions of size 1 normalised to what a dense layout has */
+} mp_view;
+
+typedef enum mp_exchange_result {
+    MP_EXCHANGE_OK = 0,
+    MP_EXCHANGE_REFUSED = 1, /* no exception set: this tensor cannot be read; `why` holds a static text.
+                                The caller falls back to PyTorch operations or fails by name. */
+    MP_EXCHANGE_ERROR = -1,  /* an exception is set */
+} mp_exchange_result;
+
+/* Per-module cache of exchange tables by type; lives in the module state. */
+typedef struct mp_exchange mp_exchange;
+mp_exchange *mp_exchange_new(void); /* NULL with MemoryError */
+void mp_exchange_free(mp_exchange *exchange);
+int mp_exchange_traverse(mp_exchange *exchange, visitproc visit, void *arg);
+void mp_exchange_clear(mp_exchange *exchange);
+
+/* Full description of a tensor.  Refuses, with the reason in *why: NULL data with elements, conjugate or negative bit,
+ * sparse, meta, wrapper subclasses, more than MP_MAX_NDIM dimensions.  Works for tensors that require grad. */
+mp_exchange_result mp_exchange_view(mp_exchange *exchange, PyObject *tensor, mp_view *out, const char **why);
+
+/* The hot path: pointer, numel, dtype, device only; layout, shape and strides of *out are left untouched and no
+ * conjugate or negative check is made (a Parameter that passed mp_exchange_view once cannot gain one without a
+ * new pointer).  Same refusals otherwise. */
+mp_exchange_result mp_exchange_pointer(mp_exchange *exchange, PyObject *tensor, mp_view *out, const char **why);
+
+/* The stream that PyTorch uses now on that device: *out is a native handle, NULL is the legacy default stream.
+ * Never cached.  Returns 0, or -1 with an exception.  `tensor` lends its type's exchange table. */
+int mp_exchange_current_stream(mp_exchange *exchange, PyObject *tensor, int device_type, int device_index, void **out);
+
+#endif
