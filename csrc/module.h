@@ -1,0 +1,45 @@
+/* What the extension's files share: module state, the types' specs, and error helpers.  One state a module object; no
+ * mutable globals. */
+#ifndef DDP_MP_MODULE_H
+#define DDP_MP_MODULE_H
+
+#include <Python.h>
+
+#include "backend.h"
+#include "exchange.h"
+
+typedef struct mp_state {
+    PyTypeObject *event_type;      /* Event */
+    PyTypeObject *deque_type;      /* EventDeque */
+    PyTypeObject *table_type;      /* EventTable */
+    PyTypeObject *engine_type;     /* Engine */
+    PyTypeObject *wait_hook_type;  /* what Engine.wait_hook returns */
+    PyTypeObject *gradients_type;  /* Gradients */
+    PyTypeObject *fire_hook_type;  /* what Gradients.hook returns */
+    PyObject *device_error;        /* DeviceError */
+    PyObject *str_data;            /* interned "data" */
+    PyObject *str_grad;            /* interned "grad" */
+    mp_exchange *exchange;
+} mp_state;
+
+/* The state of the module that defines `type`; never NULL for our own types. */
+mp_state *mp_state_of_type(PyTypeObject *type);
+mp_state *mp_state_of_module(PyObject *module);
+
+/* Each file that defines types adds them to the module and the state.  0, or -1 with an exception. */
+int mp_event_init(PyObject *module, mp_state *state);     /* event.c: Event, EventDeque, EventTable */
+int mp_engine_init(PyObject *module, mp_state *state);    /* engine.c: Engine and its wait hook */
+int mp_gradients_init(PyObject *module, mp_state *state); /* gradients.c: Gradients and its fire hook */
+
+/* Sets the Python exception that fits the status (MemoryError, DeviceError, ...).  Always returns NULL. */
+PyObject *mp_raise(mp_state *state, const mp_error *err);
+
+/* A new Event over a backend event that it takes over (gives back to the pool at the end), or NULL with an exception, the
+ * event then given back.  `tensor` is any tensor of the device: it lends the current stream. */
+PyObject *mp_event_wrap(mp_state *state, const mp_backend *backend, mp_device *device, mp_event *event, PyObject *tensor,
+                        int device_type, int device_index);
+
+/* The backend of a DLPack device type, or NULL with ValueError: 1 host, 2 and 3 CUDA. */
+const mp_backend *mp_backend_for(int device_type);
+
+#endif
