@@ -1,0 +1,86 @@
+# The one door to this project: `make` lists what it can do.
+#
+# Everything a target creates stays inside the checkout: .venv (with its caches), build, dist, demo-output.
+
+PYTHON ?= python3
+VENV   ?= .venv
+PYTEST_ARGS ?=
+
+PY     := $(VENV)/bin/python
+DEPS   := $(VENV)/.stamp-dependencies
+BUILT  := $(VENV)/.stamp-extension
+
+# Whatever the build reads.  `find` sees new files too, so a stamp never hides one.
+SOURCES := $(shell find csrc -type f \( -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' \) 2>/dev/null) \
+           $(wildcard setup.py pyproject.toml)
+
+# pip, matplotlib, Hugging Face and the compilers of PyTorch all keep caches; they belong to the checkout.
+export XDG_CACHE_HOME := $(abspath $(VENV))/cache
+export PIP_CACHE_DIR := $(XDG_CACHE_HOME)/pip
+export MPLCONFIGDIR := $(XDG_CACHE_HOME)/matplotlib
+export HF_HOME := $(XDG_CACHE_HOME)/huggingface
+export TORCHINDUCTOR_CACHE_DIR := $(XDG_CACHE_HOME)/torchinductor
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PYTHONDONTWRITEBYTECODE := 1
+
+PIP_INSTALL := $(PY) -m pip install --quiet
+# Every test run has its own folder for temporary files, removed when the run is over.
+PYTEST = mkdir -p build/tmp && tmp=$$(mktemp -d build/tmp/pytest-XXXXXX) && trap 'rm -rf "$$tmp"' EXIT && \
+         $(PY) -m pytest -p no:cacheprovider --basetemp="$$tmp/base" --timeout=300 $(PYTEST_ARGS)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup dev demo test check sanitize bench gpu wheel clean distclean
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-10s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch and the rest in one call: no later requirement can then replace the pinned torch by another build of it.
+$(DEPS): requirements-dev.txt | $(VENV)/bin/python
+	$(PIP_INSTALL) --requirement requirements-dev.txt
+	@touch $@
+
+# DDP_MP_DEVELOP=1: warnings are errors, and the kernels are compiled wherever nvcc is found.
+$(BUILT): $(SOURCES) $(DEPS)
+	DDP_MP_DEVELOP=1 $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+setup: $(DEPS) ## create .venv with everything needed (other targets do this themselves)
+
+dev: $(BUILT) ## build the extension in place, warnings as errors; `import ddp_mp` then works from .venv
+
+demo: $(BUILT) ## train a small GPT in fp32 and in mixed precision, side by side, on two processes (two minutes)
+	$(PY) -m torch.distributed.run --standalone --nproc-per-node=2 examples/demo.py
+
+test: $(BUILT) ## build, and run every test
+	@$(PYTEST) tests
+
+check: $(BUILT) ## format, lint, types and the fast tests
+	$(VENV)/bin/ruff check --no-cache .
+	$(VENV)/bin/ruff format --no-cache --check .
+	$(VENV)/bin/mypy --strict --cache-dir $(XDG_CACHE_HOME)/mypy ddp_mp
+	@$(PYTEST) -m "not slow" tests
+
+sanitize: $(BUILT) ## run the tests with AddressSanitizer and UndefinedBehaviorSanitizer in all C code
+	PYTHON=$(PY) scripts/sanitize.sh $(PYTEST_ARGS)
+
+bench: $(BUILT) ## run every benchmark; results as JSON, text and plots in benchmarks/results
+	$(PY) -m benchmarks
+
+gpu: ## everything that needs an NVIDIA GPU: tests, compute-sanitizer, benchmarks; results as text
+	scripts/gpu.sh
+
+wheel: $(DEPS) ## build a wheel into dist
+	$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	@ls dist
+
+clean: ## remove what was built, keep .venv
+	rm -rf build dist demo-output .hypothesis *.egg-info $(BUILT)
+	find ddp_mp csrc tests -name '*.so' -delete
+	find ddp_mp tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## remove .venv too
+	rm -rf $(VENV)
