@@ -1,0 +1,51 @@
+/* What the types that work on lists of named parameters share: names in messages, errors that must not stop a loop,
+ * comparing layouts.  Everything needs the GIL. */
+#ifndef DDP_MP_PYUTIL_H
+#define DDP_MP_PYUTIL_H
+
+#include <Python.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "exchange.h"
+
+/* Host work on more bytes than this runs without the GIL: below, giving it up and taking it again costs more than the
+ * work (64 KiB are converted in about 1 us). */
+#define MP_GIL_BYTES (64 * 1024)
+
+#define MP_DEVICE_TYPE_HOST 1 /* kDLCPU */
+
+/* A new tuple of `count` str, or NULL with TypeError or ValueError. */
+PyObject *mp_names_new(PyObject *names, size_t count);
+
+/* The current exception, taken (new reference, never NULL when one is set), and set again (stolen). */
+PyObject *mp_error_take(void);
+void mp_error_give(PyObject *exception);
+
+/* Keeps the current exception in *first when that is empty, else drops it. */
+void mp_error_collect(PyObject **first);
+
+/* Raises what mp_error_collect() kept (stolen), if anything.  0, or -1 with an exception. */
+int mp_error_finish(PyObject *first);
+
+/* Puts "parameter 'name': action: " before the text of the current exception, which becomes its cause.  The type stays
+ * for the built-in kinds and becomes RuntimeError for others; MemoryError and what is no Exception pass as they are. */
+void mp_error_name(PyObject *names, size_t row, const char *action);
+
+/* mp_exchange_view and mp_exchange_pointer where a refusal is an error: BufferError by name.  `what` says which tensor
+ * ("master", "gradient").  0, or -1 with an exception. */
+int mp_view_named(mp_exchange *exchange, PyObject *tensor, mp_view *out, PyObject *names, size_t row, const char *what);
+int mp_pointer_named(mp_exchange *exchange, PyObject *tensor, mp_view *out, PyObject *names, size_t row,
+                     const char *what);
+
+/* Same shape and, where it matters (more than one element in a dimension), same strides. */
+int mp_view_same_shape(const mp_view *a, const mp_view *b);
+int mp_view_same_layout(const mp_view *a, const mp_view *b);
+
+static inline int
+mp_view_same_device(const mp_view *view, int device_type, int device_index)
+{
+    return view->device_type == device_type && view->device_index == device_index;
+}
+
+#endif
