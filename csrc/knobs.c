@@ -4,6 +4,7 @@
 #include <pthread.h>
 #include <string.h>
 
+#include "backend_cuda.h"
 #include "backend_host.h"
 #include "cast.h"
 #include "cuda_image.h"
@@ -164,7 +165,9 @@ build_info(PyObject *module, PyObject *unused)
 #else
     int debug = 1;
 #endif
-    return Py_BuildValue("{ss ss ss sN ss sN s{sn ss sn} ss}",         /* */
+    char cuda[256];
+    mp_cuda_status(cuda, sizeof(cuda));
+    return Py_BuildValue("{ss ss ss sN ss sN s{sn ss sn} ss si}",      /* */
                          "version", MP_VERSION,                        /* */
                          "python", PY_VERSION,                         /* */
                          "compiler", COMPILER,                         /* */
@@ -175,7 +178,8 @@ build_info(PyObject *module, PyObject *unused)
                          "size", (Py_ssize_t)mp_cuda_image_size,       /* */
                          "note", mp_cuda_image_note,                   /* */
                          "source", (Py_ssize_t)strlen(mp_cuda_source), /* */
-                         "cuda", "not opened");
+                         "cuda", cuda,                                 /* */
+                         "cuda_driver", mp_cuda_driver_version());
 }
 
 static PyMethodDef functions[] = {

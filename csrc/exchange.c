@@ -1,0 +1,564 @@
+/* Tensor -> raw facts.  See exchange.h; the binary interface is in dlpack_abi.h. */
+#include "exchange.h"
+
+#include "dlpack_abi.h"
+
+/* Types seen in one process: Parameter, Tensor, a few subclasses.  Bounded, so that classes made on the fly are not kept
+ * alive without end; a type that falls out is looked up again. */
+#define CACHED_TYPES 16
+
+/* A chain of tables longer than this is a ring. */
+#define LONGEST_CHAIN 32
+
+typedef struct entry {
+    PyTypeObject *type;       /* owned; NULL: free */
+    PyObject *capsule;        /* owned; NULL when the type offers no table that we understand */
+    const dl_exchange *table; /* NULL likewise; DLPack promises that it lives as long as the process */
+} entry;
+
+enum { NAME_TABLE, NAME_DETACH, NAME_DLPACK, NAME_IS_CUDA, NAME_IS_NEG, NAME_IS_CONJ, NAME_COUNT };
+
+struct mp_exchange {
+    entry entries[CACHED_TYPES];
+    size_t next;                 /* the entry replaced next */
+    PyObject *names[NAME_COUNT]; /* owned, interned */
+};
+
+/* --- the cache --------------------------------------------------------------------------------------------------- */
+
+mp_exchange *
+mp_exchange_new(void)
+{
+    static const char *const texts[NAME_COUNT] = {
+        [NAME_TABLE] = "__dlpack_c_exchange_api__",
+        [NAME_DETACH] = "detach",
+        [NAME_DLPACK] = "__dlpack__",
+        [NAME_IS_CUDA] = "is_cuda",
+        [NAME_IS_NEG] = "is_neg",
+        [NAME_IS_CONJ] = "is_conj",
+    };
+    mp_exchange *exchange = PyMem_Calloc(1, sizeof(*exchange));
+    if (exchange == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    for (int i = 0; i < NAME_COUNT; i++) {
+        exchange->names[i] = PyUnicode_InternFromString(texts[i]);
+        if (exchange->names[i] == NULL) {
+            mp_exchange_free(exchange);
+            return NULL;
+        }
+    }
+    return exchange;
+}
+
+void
+mp_exchange_clear(mp_exchange *exchange)
+{
+    for (size_t i = 0; i < CACHED_TYPES; i++) {
+        exchange->entries[i].table = NULL;
+        Py_CLEAR(exchange->entries[i].capsule);
+        Py_CLEAR(exchange->entries[i].type);
+    }
+}
+
+void
+mp_exchange_free(mp_exchange *exchange)
+{
+    mp_exchange_clear(exchange);
+    for (int i = 0; i < NAME_COUNT; i++) {
+        Py_CLEAR(exchange->names[i]);
+    }
+    PyMem_Free(exchange);
+}
+
+int
+mp_exchange_traverse(mp_exchange *exchange, visitproc visit, void *arg)
+{
+    for (size_t i = 0; i < CACHED_TYPES; i++) {
+        Py_VISIT(exchange->entries[i].type);
+        Py_VISIT(exchange->entries[i].capsule);
+    }
+    return 0;
+}
+
+/* The table of our major version in a capsule's chain, or NULL.  `capsule` may be any object. */
+static const dl_exchange *
+table_in(PyObject *capsule)
+{
+    if (!PyCapsule_IsValid(capsule, DL_CAPSULE_EXCHANGE)) {
+        return NULL;
+    }
+    const dl_exchange_header *header = PyCapsule_GetPointer(capsule, DL_CAPSULE_EXCHANGE);
+    for (int i = 0; header != NULL && i < LONGEST_CHAIN; i++, header = header->previous) {
+        if (header->version.major == DL_MAJOR) {
+            return (const dl_exchange *)header;
+        }
+    }
+    return NULL;
+}
+
+/* Looks at a type for the first time.  0, or -1 with an exception. */
+static int
+add_type(mp_exchange *exchange, PyTypeObject *type, const dl_exchange **out)
+{
+    PyObject *capsule = PyObject_GetAttr((PyObject *)type, exchange->names[NAME_TABLE]);
+    if (capsule == NULL) {
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            return -1;
+        }
+        PyErr_Clear();
+    }
+    *out = capsule != NULL ? table_in(capsule) : NULL;
+    if (*out == NULL) {
+        Py_CLEAR(capsule);
+    }
+    /* Filled before the old references go: dropping those may run code that comes back here. */
+    entry *place = &exchange->entries[exchange->next];
+    entry old = *place;
+    exchange->next = (exchange->next + 1) % CACHED_TYPES;
+    *place = (entry){.type = (PyTypeObject *)Py_NewRef(type), .capsule = capsule, .table = *out};
+    Py_XDECREF(old.capsule);
+    Py_XDECREF(old.type);
+    return 0;
+}
+
+/* *out: the type's exchange table (borrowed), NULL when it has none.  0, or -1 with an exception. */
+static int
+find_table(mp_exchange *exchange, PyTypeObject *type, const dl_exchange **out)
+{
+    for (size_t i = 0; i < CACHED_TYPES; i++) {
+        if (exchange->entries[i].type == type) {
+            *out = exchange->entries[i].table;
+            return 0;
+        }
+    }
+    return add_type(exchange, type, out);
+}
+
+/* --- refusals ---------------------------------------------------------------------------------------------------- */
+
+/* The current exception becomes a refusal, unless it is none of the tensor's making.  A foreign table may also have failed
+ * without one. */
+static mp_exchange_result
+refuse_exception(const char *reason, const char **why)
+{
+    if (PyErr_Occurred() &&
+        (!PyErr_ExceptionMatches(PyExc_Exception) || PyErr_ExceptionMatches(PyExc_MemoryError))) {
+        return MP_EXCHANGE_ERROR;
+    }
+    PyErr_Clear();
+    *why = reason;
+    return MP_EXCHANGE_REFUSED;
+}
+
+static mp_exchange_result
+refuse_if(const char *reason, const char **why)
+{
+    *why = reason;
+    return reason != NULL ? MP_EXCHANGE_REFUSED : MP_EXCHANGE_OK;
+}
+
+/* The export failed with the current exception: refuses with what is known of such tensors. */
+static mp_exchange_result
+refuse_export(PyObject *tensor, const char **why)
+{
+    static const struct {
+        const char *attribute;
+        const char *reason;
+    } kinds[] = {
+        {"is_meta", "a meta tensor has no memory"},
+        {"is_sparse", "a sparse tensor has no single run of memory"},
+        {"is_sparse_csr", "a sparse tensor has no single run of memory"},
+        {"is_mkldnn", "an MKL-DNN tensor has a private layout"},
+        {"is_quantized", "a quantized tensor is not supported"},
+        {"is_nested", "a nested tensor has no single shape"},
+    };
+    mp_exchange_result result = refuse_exception("its library does not export it through DLPack", why);
+    for (size_t i = 0; result == MP_EXCHANGE_REFUSED && i < sizeof(kinds) / sizeof(kinds[0]); i++) {
+        PyObject *value = PyObject_GetAttrString(tensor, kinds[i].attribute);
+        if (value == NULL) {
+            result = refuse_exception(*why, why);
+            continue;
+        }
+        int holds = value == Py_True;
+        Py_DECREF(value);
+        if (holds) {
+            *why = kinds[i].reason;
+            break;
+        }
+    }
+    return result;
+}
+
+/* --- DLTensor -> mp_view ----------------------------------------------------------------------------------------- */
+
+static mp_dtype
+dtype_of(dl_dtype dtype)
+{
+    if (dtype.lanes != 1) {
+        return MP_DTYPE_NONE;
+    }
+    if (dtype.code == DL_BFLOAT) {
+        return dtype.bits == 16 ? MP_BF16 : MP_DTYPE_NONE;
+    }
+    if (dtype.code != DL_FLOAT) {
+        return MP_DTYPE_NONE;
+    }
+    switch (dtype.bits) {
+    case 64:
+        return MP_F64;
+    case 32:
+        return MP_F32;
+    case 16:
+        return MP_F16;
+    default:
+        return MP_DTYPE_NONE;
+    }
+}
+
+/* Elements of the shape.  NULL, or the reason to refuse. */
+static const char *
+count_elements(const dl_tensor *tensor, int64_t *numel)
+{
+    int64_t product = 1, bytes;
+    int empty = 0, overflow = 0;
+    if (tensor->ndim < 0 || tensor->ndim > MP_MAX_NDIM) {
+        return "it has more dimensions than are supported (32)";
+    }
+    if (tensor->ndim > 0 && tensor->shape == NULL) {
+        return "its description has no shape";
+    }
+    for (int i = 0; i < tensor->ndim; i++) {
+        if (tensor->shape[i] < 0) {
+            return "its description has a negative size";
+        }
+        empty |= tensor->shape[i] == 0;
+        overflow |= __builtin_mul_overflow(product, tensor->shape[i], &product);
+    }
+    *numel = empty ? 0 : product;
+    int64_t element = ((int64_t)tensor->dtype.bits * tensor->dtype.lanes + 7) / 8;
+    if (!empty && (overflow || __builtin_mul_overflow(product, element, &bytes))) {
+        return "its size does not fit 63 bits";
+    }
+    return NULL;
+}
+
+/* The facts of the hot path.  NULL, or the reason to refuse. */
+static const char *
+read_facts(const dl_tensor *tensor, mp_view *out)
+{
+    const char *reason = count_elements(tensor, &out->numel);
+    if (reason != NULL) {
+        return reason;
+    }
+    uintptr_t address = (uintptr_t)tensor->data;
+    /* An empty tensor may have no memory; then its offset leads nowhere either. */
+    if (address == 0 && out->numel > 0) {
+        return "it has no memory: its storage was released, or it is a wrapper or a fake tensor";
+    }
+    if (address != 0 && __builtin_add_overflow(address, tensor->byte_offset, &address)) {
+        return "its byte offset does not fit the address space";
+    }
+    out->data = (void *)address;
+    out->dtype = dtype_of(tensor->dtype);
+    out->device_type = tensor->device.type;
+    out->device_index = tensor->device.index;
+    size_t size = mp_dtype_size(out->dtype);
+    if (size != 0 && out->numel > 0 && address % size != 0) {
+        return "its data is not aligned to its elements";
+    }
+    return NULL;
+}
+
+/* Dense in any order of dimensions: sorted by stride, each stride is what the dimensions below it span. */
+static mp_layout
+layout_of(const mp_view *view)
+{
+    int order[MP_MAX_NDIM];
+    int count = 0;
+    if (view->numel <= 1) {
+        return MP_LAYOUT_DENSE;
+    }
+    for (int i = 0; i < view->ndim; i++) {
+        if (view->shape[i] == 1) {
+            continue; /* never stepped along, so that its stride says nothing */
+        }
+        int place = count++;
+        for (; place > 0 && view->strides[order[place - 1]] > view->strides[i]; place--) {
+            order[place] = order[place - 1];
+        }
+        order[place] = i;
+    }
+    int64_t span = 1; /* at most numel: no overflow */
+    for (int i = 0; i < count; i++) {
+        if (view->strides[order[i]] != span) {
+            return MP_LAYOUT_OTHER;
+        }
+        span *= view->shape[order[i]];
+    }
+    return MP_LAYOUT_DENSE;
+}
+
+/* What a row-major tensor has at dimension i, given the stride of the next: the same for every exporter, whatever it
+ * reports of dimensions of size 1. */
+static int64_t
+stride_before(const mp_view *view, int i)
+{
+    int64_t stride;
+    if (i + 1 == view->ndim) {
+        return 1;
+    }
+    int64_t size = view->shape[i + 1] > 0 ? view->shape[i + 1] : 1;
+    return __builtin_mul_overflow(view->strides[i + 1], size, &stride) ? 1 : stride;
+}
+
+/* Shape, strides and layout; read_facts() has accepted the tensor. */
+static void
+read_layout(const dl_tensor *tensor, mp_view *out)
+{
+    out->ndim = tensor->ndim;
+    for (int i = tensor->ndim - 1; i >= 0; i--) {
+        out->shape[i] = tensor->shape[i];
+        if (tensor->strides == NULL || tensor->shape[i] == 1) {
+            out->strides[i] = stride_before(out, i);
+        }
+        else {
+            out->strides[i] = tensor->strides[i];
+        }
+    }
+    out->layout = layout_of(out);
+}
+
+static const char *
+read_tensor(const dl_tensor *tensor, int whole, mp_view *out)
+{
+    const char *reason = read_facts(tensor, out);
+    if (reason == NULL && whole) {
+        read_layout(tensor, out);
+    }
+    return reason;
+}
+
+/* --- capsules ---------------------------------------------------------------------------------------------------- */
+
+static const char *
+read_versioned(const dl_managed_versioned *managed, int whole, mp_view *out)
+{
+    if (managed->version.major != DL_MAJOR) {
+        return "it is described in a DLPack version that is not supported";
+    }
+    if (managed->flags & DL_FLAG_COPIED) {
+        return "its library exports a copy, not its memory";
+    }
+    return read_tensor(&managed->tensor, whole, out);
+}
+
+/* Consumes what it is given: the deleter runs once, whatever is read. */
+static mp_exchange_result
+consume_versioned(dl_managed_versioned *managed, int whole, mp_view *out, const char **why)
+{
+    const char *reason = read_versioned(managed, whole, out);
+    if (managed->deleter != NULL) {
+        managed->deleter(managed);
+    }
+    return refuse_if(reason, why);
+}
+
+/* A capsule is renamed before its inside is touched: a second consumer finds a used one and must refuse. */
+static mp_exchange_result
+consume_capsule(PyObject *capsule, int whole, mp_view *out, const char **why)
+{
+    if (PyCapsule_IsValid(capsule, DL_CAPSULE_VERSIONED)) {
+        dl_managed_versioned *managed = PyCapsule_GetPointer(capsule, DL_CAPSULE_VERSIONED);
+        if (PyCapsule_SetName(capsule, DL_CAPSULE_VERSIONED_USED) < 0) {
+            return MP_EXCHANGE_ERROR;
+        }
+        return consume_versioned(managed, whole, out, why);
+    }
+    if (PyCapsule_IsValid(capsule, DL_CAPSULE)) {
+        dl_managed *managed = PyCapsule_GetPointer(capsule, DL_CAPSULE);
+        if (PyCapsule_SetName(capsule, DL_CAPSULE_USED) < 0) {
+            return MP_EXCHANGE_ERROR;
+        }
+        const char *reason = read_tensor(&managed->tensor, whole, out);
+        if (managed->deleter != NULL) {
+            managed->deleter(managed);
+        }
+        return refuse_if(reason, why);
+    }
+    if (PyCapsule_IsValid(capsule, DL_CAPSULE_USED) || PyCapsule_IsValid(capsule, DL_CAPSULE_VERSIONED_USED)) {
+        return refuse_if("its DLPack capsule was consumed before", why);
+    }
+    return refuse_if("its __dlpack__ returned no DLPack capsule", why);
+}
+
+/* A new reference to a capsule, or NULL with an exception. */
+static PyObject *
+call_dlpack(mp_exchange *exchange, PyObject *tensor)
+{
+    PyObject *method = NULL, *arguments = NULL, *keywords = NULL, *capsule = NULL;
+    PyObject *on_cuda = PyObject_GetAttr(tensor, exchange->names[NAME_IS_CUDA]);
+    if (on_cuda == NULL) {
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            return NULL;
+        }
+        PyErr_Clear();
+    }
+    method = PyObject_GetAttr(tensor, exchange->names[NAME_DLPACK]);
+    if (method == NULL) {
+        goto done;
+    }
+    if (on_cuda != Py_True) {
+        capsule = PyObject_CallNoArgs(method);
+        goto done;
+    }
+    /* -1: no synchronisation.  We order streams ourselves, and a synchronisation would end a graph capture. */
+    arguments = PyTuple_New(0);
+    keywords = Py_BuildValue("{si}", "stream", -1);
+    if (arguments != NULL && keywords != NULL) {
+        capsule = PyObject_Call(method, arguments, keywords);
+    }
+done:
+    Py_XDECREF(keywords);
+    Py_XDECREF(arguments);
+    Py_XDECREF(method);
+    Py_XDECREF(on_cuda);
+    return capsule;
+}
+
+/* A new reference: the tensor without its history, which __dlpack__ refuses to lose; `tensor` itself where there is
+ * nothing to detach.  NULL with an exception. */
+static PyObject *
+detached(mp_exchange *exchange, PyObject *tensor)
+{
+    PyObject *plain = PyObject_CallMethodNoArgs(tensor, exchange->names[NAME_DETACH]);
+    if (plain == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        PyErr_Clear();
+        plain = Py_NewRef(tensor);
+    }
+    return plain;
+}
+
+/* By the Python protocol: what PyTorch before 2.10 offers. */
+static mp_exchange_result
+read_by_protocol(mp_exchange *exchange, PyObject *tensor, int whole, mp_view *out, const char **why)
+{
+    PyObject *capsule = NULL;
+    PyObject *plain = detached(exchange, tensor);
+    if (plain == NULL || (capsule = call_dlpack(exchange, plain)) == NULL) {
+        Py_XDECREF(plain);
+        return refuse_export(tensor, why);
+    }
+    mp_exchange_result result = consume_capsule(capsule, whole, out, why);
+    Py_DECREF(capsule);
+    Py_DECREF(plain);
+    return result;
+}
+
+/* By the exchange table. */
+static mp_exchange_result
+read_by_table(const dl_exchange *table, PyObject *tensor, int whole, mp_view *out, const char **why)
+{
+    if (table->tensor_from_object != NULL) {
+        dl_tensor described;
+        if (table->tensor_from_object(tensor, &described) != 0) {
+            return refuse_export(tensor, why);
+        }
+        /* Shape and strides are the tensor's own: nothing may run before they are copied. */
+        return refuse_if(read_tensor(&described, whole, out), why);
+    }
+    dl_managed_versioned *managed = NULL;
+    if (table->managed_from_object(tensor, &managed) != 0 || managed == NULL) {
+        return refuse_export(tensor, why);
+    }
+    return consume_versioned(managed, whole, out, why);
+}
+
+static mp_exchange_result
+read_object(mp_exchange *exchange, PyObject *tensor, int whole, mp_view *out, const char **why)
+{
+    const dl_exchange *table;
+    if (find_table(exchange, Py_TYPE(tensor), &table) < 0) {
+        return MP_EXCHANGE_ERROR;
+    }
+    return table != NULL ? read_by_table(table, tensor, whole, out, why)
+                         : read_by_protocol(exchange, tensor, whole, out, why);
+}
+
+/* --- the interface ----------------------------------------------------------------------------------------------- */
+
+/* Refuses when the method called `name` exists and does not say False: the memory then holds other values than the
+ * tensor. */
+static mp_exchange_result
+check_bit(PyObject *tensor, PyObject *name, const char *reason, const char **why)
+{
+    PyObject *answer = PyObject_CallMethodNoArgs(tensor, name);
+    if (answer == NULL) {
+        if (PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            PyErr_Clear();
+            return MP_EXCHANGE_OK;
+        }
+        return refuse_exception(reason, why);
+    }
+    int is_set = answer != Py_False;
+    Py_DECREF(answer);
+    return refuse_if(is_set ? reason : NULL, why);
+}
+
+mp_exchange_result
+mp_exchange_view(mp_exchange *exchange, PyObject *tensor, mp_view *out, const char **why)
+{
+    mp_exchange_result result = read_object(exchange, tensor, 1, out, why);
+    if (result == MP_EXCHANGE_OK) {
+        result = check_bit(tensor, exchange->names[NAME_IS_NEG], "its negative bit is set", why);
+    }
+    if (result == MP_EXCHANGE_OK) {
+        result = check_bit(tensor, exchange->names[NAME_IS_CONJ], "its conjugate bit is set", why);
+    }
+    return result;
+}
+
+mp_exchange_result
+mp_exchange_pointer(mp_exchange *exchange, PyObject *tensor, mp_view *out, const char **why)
+{
+    return read_object(exchange, tensor, 0, out, why);
+}
+
+/* torch.cuda.current_stream(index).cuda_stream: what PyTorch before 2.10 offers. */
+static int
+stream_by_python(int device_index, void **out)
+{
+    PyObject *stream = NULL, *handle = NULL;
+    PyObject *cuda = PyImport_ImportModule("torch.cuda");
+    if (cuda != NULL) {
+        stream = PyObject_CallMethod(cuda, "current_stream", "i", device_index);
+    }
+    if (stream != NULL) {
+        handle = PyObject_GetAttrString(stream, "cuda_stream");
+    }
+    if (handle != NULL) {
+        *out = PyLong_AsVoidPtr(handle);
+    }
+    Py_XDECREF(handle);
+    Py_XDECREF(stream);
+    Py_XDECREF(cuda);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+int
+mp_exchange_current_stream(mp_exchange *exchange, PyObject *tensor, int device_type, int device_index, void **out)
+{
+    const dl_exchange *table;
+    *out = NULL;
+    if (device_type == DL_CPU) {
+        return 0;
+    }
+    if (find_table(exchange, Py_TYPE(tensor), &table) < 0) {
+        return -1;
+    }
+    if (table == NULL) {
+        return stream_by_python(device_index, out);
+    }
+    return table->current_stream(device_type, device_index, out) == 0 ? 0 : -1;
+}
