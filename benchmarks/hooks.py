@@ -1,0 +1,255 @@
+"""Host time of mixed-precision bookkeeping, per parameter: PyTorch's own hooks, a clean Python rewrite, and ddp_mp.
+
+    python -m benchmarks.hooks [--models gpt2,resnet50] [--real-size] [--quick]
+
+One process; the three variants alternate.  Each iteration is a training step (forward, backward, AdamW, zero_grad), and
+every hook is timed where it runs in it:
+
+root        the pre-hook of the model: cast every parameter, switch every ``.data``
+wait        the pre-hooks of all other modules
+gradient    the hooks of the parameters' gradients, which tell the reducer
+reduction   the communication hook: pack, all-reduce (of one process), hand the gradients over, masters back
+end         what runs after the last gradient of a backward
+
+``python`` is what the same design costs without C: one resident arena, one flat loop, hooks registered once.  It does
+less than ddp_mp (no accumulation, no unused parameters, no checks), so it is a lower bound for Python.  Models are cut
+to tiny sizes unless ``--real-size`` is given: parameters and modules are as many as in reality, and bandwidth is out of
+the way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel.distributed import _MixedPrecision
+
+import ddp_mp
+from benchmarks import models
+from benchmarks.harness import (
+    HookClock,
+    Report,
+    Settings,
+    Spread,
+    bars,
+    one_process_group,
+    paired,
+    settings,
+    silent_device_events,
+)
+
+PARAM_DTYPE = torch.bfloat16
+REDUCE_DTYPE = torch.float32
+KINDS = ("root", "wait", "gradient", "reduction", "end")
+
+
+class PythonRewrite:
+    """Mixed precision for a DDP model as short as Python allows: every parameter used once, nothing accumulated."""
+
+    def __init__(self, module: nn.Module, watch: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
+        self.ddp = DDP(module)
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        self.masters = {p: p.data for p in self.parameters}
+        arena = torch.empty(
+            sum(p.numel() for p in self.parameters), dtype=PARAM_DTYPE, device=self.parameters[0].device
+        )
+        lows = arena.split([p.numel() for p in self.parameters])
+        self.rows = [(p, p.data, low.view_as(p)) for p, low in zip(self.parameters, lows, strict=True)]
+        self.ddp.reducer._remove_autograd_hooks()
+        self.ddp.register_comm_hook(None, _annotated(watch("reduction", self.reduce)))
+        self.ddp.reducer._set_mixed_precision_param_dtype(PARAM_DTYPE)
+        module.register_forward_pre_hook(watch("root", self.cast))
+        index = {p: i for i, p in enumerate(self.ddp._build_params_for_reducer()[0])}
+        for p in self.parameters:
+            p.register_post_accumulate_grad_hook(watch("gradient", self.ready(index[p])))
+
+    def cast(self, *_: object) -> None:
+        with torch.no_grad():
+            for parameter, master, low in self.rows:
+                low.copy_(master)
+                parameter.data = low
+
+    def ready(self, index: int) -> Callable[[torch.Tensor], None]:
+        reducer = self.ddp.reducer
+        return lambda _: reducer._autograd_hook(index)
+
+    def reduce(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        parameters = bucket.parameters()
+        flat = torch.empty(sum(p.numel() for p in parameters), dtype=REDUCE_DTYPE, device=parameters[0].device)
+        for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            part.copy_(p.grad.view(-1))
+            p.grad = None
+            p.data = self.masters[p]
+            p.grad = part.view_as(p)
+        flat.div_(dist.get_world_size())
+        return dist.all_reduce(flat, async_op=True).get_future().then(lambda _: flat)
+
+
+def _annotated(hook: Callable[..., Any]) -> Callable[[object, dist.GradBucket], torch.futures.Future[torch.Tensor]]:
+    # DDP reads the signature of a communication hook, and a timed hook takes anything.
+    def annotated(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return hook(state, bucket)
+
+    annotated.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+    return annotated
+
+
+@contextlib.contextmanager
+def watched_registration(clock: HookClock) -> Iterator[None]:
+    """Communication hooks registered inside are timed."""
+    register = dist._register_comm_hook
+
+    def watching(reducer: Any, state: object, hook: Callable[..., Any]) -> None:
+        register(reducer, state, clock.watch("reduction", hook))
+
+    dist._register_comm_hook = watching
+    try:
+        yield
+    finally:
+        dist._register_comm_hook = register
+
+
+@contextlib.contextmanager
+def watched_callbacks(clock: HookClock) -> Iterator[None]:
+    """Callbacks queued for the end of a backward inside are timed."""
+    engine = torch.autograd.Variable._execution_engine
+
+    class Watching:
+        def queue_callback(self, callback: Callable[[], None]) -> None:
+            engine.queue_callback(clock.watch("end", callback))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(engine, name)
+
+    torch.autograd.Variable._execution_engine = Watching()
+    try:
+        yield
+    finally:
+        torch.autograd.Variable._execution_engine = engine
+
+
+def watch_hooks(ddp: DDP, clock: HookClock) -> None:
+    """Replaces the hooks that now sit on a model and its parameters by timed ones."""
+
+    def replace(hooks: dict[int, Callable[..., Any]], kind: str) -> None:
+        for key, hook in list((hooks or {}).items()):
+            waits = getattr(hook, "__name__", "") == "_module_wait_for_copy_hook"
+            hooks[key] = clock.watch("wait" if waits else kind, hook)
+
+    for module in ddp.modules():
+        kind = "root" if module in (ddp, ddp.module) else "wait"
+        replace(module._forward_pre_hooks, kind)
+        replace(module._forward_hooks, kind)
+    for parameter in ddp.parameters():
+        replace(parameter._backward_hooks, "gradient")
+        replace(getattr(parameter, "_post_accumulate_grad_hooks", None), "gradient")
+
+
+class Variant:
+    """A model on one kind of hooks, and its training step."""
+
+    def __init__(self, how: str, make: Callable[[], nn.Module], device: torch.device) -> None:
+        self.how, self.device, self.clock = how, device, HookClock()
+        policy = _MixedPrecision(param_dtype=PARAM_DTYPE, reduce_dtype=REDUCE_DTYPE)
+        module = make().to(device)
+        if how == "python":
+            self.ddp = PythonRewrite(module, self.clock.watch).ddp
+        elif how == "pytorch":
+            with silent_device_events(), watched_registration(self.clock):
+                self.ddp = DDP(module, mixed_precision=policy)
+            fire = self.ddp._fire_reducer_autograd_hook
+            self.ddp._fire_reducer_autograd_hook = self.clock.watch("gradient", fire)
+            watch_hooks(self.ddp, self.clock)
+        else:
+            with watched_registration(self.clock):
+                self.ddp = ddp_mp.patch(DDP(module), mixed_precision=policy)
+            watch_hooks(self.ddp, self.clock)
+        self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=1e-4)
+        # PyTorch's first gradients are uninitialised memory: never give them to the optimizer.
+        self.step(optimize=False)
+
+    def step(self, optimize: bool = True) -> dict[str, float]:
+        self.clock.reset()
+        events = silent_device_events() if self.how == "pytorch" else contextlib.nullcontext()
+        with events, watched_callbacks(self.clock):
+            models.loss_of(self.ddp, self.device).backward()
+        if optimize:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return self.clock.read()
+
+
+VARIANTS = ("pytorch", "python", "ddp_mp")
+
+
+def measure(name: str, make: Callable[[], nn.Module], device: torch.device, rounds: int, report: Report) -> None:
+    variants = {how: Variant(how, make, device) for how in VARIANTS}
+    values = paired({how: v.step for how, v in variants.items()}, rounds)
+    sample = make()
+    count = len(list(sample.parameters()))
+    for how in VARIANTS:
+        kinds = values[how]
+        spreads = {kind: Spread.of(kinds.get(kind, []), 1e-3) for kind in KINDS}
+        total = Spread.of((sum(parts) for parts in zip(*(kinds[k] for k in KINDS if k in kinds), strict=True)), 1e-3)
+        report.add(
+            model=name,
+            parameters=count,
+            modules=len(list(sample.modules())),
+            variant=how,
+            **{f"{kind} us": spread for kind, spread in spreads.items()},
+            **{
+                "sum us": total,
+                "root us/param": spreads["root"].scaled(1 / count),
+                "sum us/param": total.scaled(1 / count),
+            },
+        )
+
+
+def plot(report: Report, where: Settings) -> None:
+    for column, picture in (("root us/param", "hooks-root"), ("sum us/param", "hooks-sum")):
+        wide = Report(report.name, f"{report.title}: {column}", report.device, {})
+        for row in report.rows:
+            if not wide.rows or wide.rows[-1]["model"] != row["model"]:
+                wide.add(model=row["model"])
+            wide.rows[-1][row["variant"]] = row[column]
+        bars(wide, where.picture(picture), "model", VARIANTS, "us a parameter", log=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    def extend(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--models", default="", help=f"some of {','.join(models.names())}")
+        parser.add_argument("--real-size", action="store_true")
+        parser.add_argument("--rounds", type=int, default=0)
+
+    s = settings(__doc__, arguments, extend)
+    everyday = ["resnet50", "bert_base", "gpt2", "gpt2_xl", "llama32_1b", "vit_base", "t5_base"]
+    chosen = s.extra.models.split(",") if s.extra.models else (["vit_base"] if s.quick else everyday)
+    rounds = s.extra.rounds or (3 if s.quick else 40)
+    report = Report(
+        "hooks-real-size" if s.extra.real_size else "hooks",
+        f"host time of mixed-precision hooks in training, {'real' if s.extra.real_size else 'tiny'} sizes, "
+        f"{str(PARAM_DTYPE)[6:]} with {str(REDUCE_DTYPE)[6:]} reduction",
+        s.device,
+        {"rounds": rounds, "models": chosen},
+        [
+            "pytorch: its own hooks, untied weights"
+            + ("" if s.device.type == "cuda" else ", device events that do nothing")
+        ],
+    )
+    with one_process_group(s.device):
+        for name in chosen:
+            measure(name, lambda name=name: models.build(name, real_size=s.extra.real_size), s.device, rounds, report)
+    report.save(s.output, s.tag)
+    plot(report, s)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

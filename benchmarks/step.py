@@ -1,0 +1,154 @@
+"""Time of a training step: ddp_mp against everything else that gives low-precision compute.
+
+    python -m benchmarks.step [--sizes host,compute] [--quick]
+
+One process, one rank; the variants alternate.  ``host`` is a deep and narrow model, in which the time goes into calls;
+``compute`` is wide enough for arithmetic to count.  The variants are
+
+fp32             plain DDP
+bf16             plain DDP of a model converted to bfloat16: no masters, the floor for low-precision compute
+autocast         plain DDP under ``torch.autocast``: casts weights in every forward, again in checkpointed parts
+pytorch          DDP's own mixed precision (on a CPU with device events that do nothing)
+replicate        FSDP's replicate, with its mixed-precision policy
+ddp_mp           DDP patched by ddp_mp
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel.distributed import _MixedPrecision
+
+import ddp_mp
+from benchmarks.harness import (
+    Report,
+    Spread,
+    bars,
+    now,
+    one_process_group,
+    paired,
+    settings,
+    silent_device_events,
+    synchronize,
+)
+from ddp_mp.demo import GPT
+
+LOW = torch.bfloat16
+SIZES = {
+    "host": {"width": 32, "layers": 12, "heads": 2, "batch": 1, "length": 8},
+    "compute": {"width": 256, "layers": 6, "heads": 4, "batch": 4, "length": 64},
+    "device": {"width": 1024, "layers": 12, "heads": 16, "batch": 16, "length": 128},
+}
+
+
+def replicated(module: nn.Module, device: torch.device) -> nn.Module:
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    mesh = init_device_mesh(device.type, (1,))
+    policy = MixedPrecisionPolicy(param_dtype=LOW, reduce_dtype=torch.float32)
+    for block in module.blocks:
+        replicate(block, mesh=mesh, mp_policy=policy)
+    return replicate(module, mesh=mesh, mp_policy=policy)
+
+
+def variants(size: dict[str, int], device: torch.device) -> dict[str, tuple[Callable[[], nn.Module], Callable]]:
+    def module() -> nn.Module:
+        torch.manual_seed(0)
+        return GPT(size["width"], size["layers"], size["heads"], tied=False).to(device)
+
+    policy = _MixedPrecision(param_dtype=LOW, reduce_dtype=torch.float32)
+    nothing = contextlib.nullcontext
+
+    def native() -> nn.Module:
+        with silent_device_events():
+            return DDP(module(), mixed_precision=policy)
+
+    return {
+        "fp32": (lambda: DDP(module()), nothing),
+        "bf16": (lambda: DDP(module().to(LOW)), nothing),
+        "autocast": (lambda: DDP(module()), lambda: torch.autocast(device.type, LOW)),
+        "pytorch": (native, silent_device_events),
+        "replicate": (lambda: replicated(module(), device), nothing),
+        "ddp_mp": (lambda: ddp_mp.patch(DDP(module()), mixed_precision=policy), nothing),
+    }
+
+
+def stepper(model: nn.Module, around: Callable, tokens: torch.Tensor) -> Callable[..., dict[str, float]]:
+    # Fused, so that the optimizer's own host time does not hide what is compared.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step(optimize: bool = True) -> dict[str, float]:
+        with around():
+            synchronize(tokens.device)
+            t0 = now()
+            loss = model(tokens).float().square().mean()
+            t1 = now()
+            loss.backward()
+            t2 = now()
+        if optimize:
+            optimizer.step()
+        optimizer.zero_grad()
+        t3 = now()
+        synchronize(tokens.device)
+        t4 = now()
+        return {"forward": t1 - t0, "backward": t2 - t1, "optimizer": t3 - t2, "step": t4 - t0}
+
+    return step
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    def extend(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--sizes", default="", help=f"some of {','.join(SIZES)}")
+        parser.add_argument("--rounds", type=int, default=0)
+
+    s = settings(__doc__, arguments, extend)
+    cuda = s.device.type == "cuda"
+    usual = "host" if s.quick else "host,compute,device" if cuda else "host,compute"
+    rounds = s.extra.rounds or (3 if s.quick else 60)
+    report = Report("step", "time of a training step", s.device, {"rounds": rounds})
+    with one_process_group(s.device):
+        for size in (s.extra.sizes or usual).split(","):
+            config = SIZES[size]
+            tokens = torch.randint(256, (config["batch"], config["length"]), device=s.device)
+            steps: dict[str, Callable[..., dict[str, float]]] = {}
+            for name, (make, around) in variants(config, s.device).items():
+                try:
+                    step = stepper(make(), around, tokens)
+                    step(optimize=False)  # PyTorch's first gradients are uninitialised memory
+                    step()
+                except Exception as error:  # a peer that this PyTorch or this device does not have
+                    report.notes.append(f"{size}, {name}: {type(error).__name__}: {str(error).splitlines()[0][:120]}")
+                    continue
+                steps[name] = step
+            values = paired(steps, rounds, repeat=1)
+            floor = Spread.of(values.get("bf16", {}).get("step", []))
+            for name, measured in values.items():
+                total = Spread.of(measured["step"], 1e-6)
+                report.add(
+                    size=size,
+                    variant=name,
+                    **{f"{part} ms": Spread.of(measured[part], 1e-6) for part in ("forward", "backward", "optimizer")},
+                    **{"step ms": total, "x bf16": total.median * 1e6 / floor.median if floor.count else None},
+                )
+    report.save(s.output, s.tag)
+    wide = Report("step", report.title, s.device, {})
+    for row in report.rows:
+        if not wide.rows or wide.rows[-1]["size"] != row["size"]:
+            wide.add(size=row["size"])
+        wide.rows[-1][row["variant"]] = row["step ms"]
+    bars(
+        wide, s.picture("step"), "size", ["fp32", "bf16", "autocast", "pytorch", "replicate", "ddp_mp"], "ms", log=True
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""The C programs of tests/c, which use the C core without Python: each is built and run plainly and under sanitizers.
+
+The first comment of a program holds the command that builds it, from `gcc` to the first line that does not end in a
+backslash, to be run in the root of the checkout.  Sanitizers are added to that command.
+"""
+
+import functools
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PROGRAMS = sorted((ROOT / "tests" / "c").glob("*.c"))
+CC = os.environ.get("CC", "gcc")
+FLAGS = {
+    "plain": [],
+    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-O1", "-g"],
+    "thread": ["-fsanitize=thread", "-fno-omit-frame-pointer", "-O1", "-g"],
+}
+#: Programs whose subject is shared between threads, or is meant to be.
+THREADED = {"test_host", "test_deque", "test_plan"}
+OPTIONS = {
+    "ASAN_OPTIONS": "abort_on_error=1:detect_leaks=1:detect_stack_use_after_return=1",
+    "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+    "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1",
+}
+
+
+def cases():
+    for program in PROGRAMS:
+        for flavour in FLAGS:
+            if flavour != "thread" or program.stem in THREADED:
+                yield pytest.param(program, flavour, id=f"{program.stem}-{flavour}")
+
+
+def build_command(program: pathlib.Path) -> list[str]:
+    text = program.read_text()
+    comment = re.match(r"\s*/\*(.*?)\*/", text, re.DOTALL)
+    assert comment, f"{program.name} has no comment at its top"
+    lines = [re.sub(r"^\s*\*?\s*", "", line).rstrip() for line in comment[1].splitlines()]
+    start = next((i for i, line in enumerate(lines) if re.match(r"(gcc|cc|\$CC)\s", line)), None)
+    assert start is not None, f"the top comment of {program.name} has no line that starts with gcc"
+    joined = ""
+    for line in lines[start:]:
+        joined += line.removesuffix("\\") + " "
+        if not line.endswith("\\"):
+            break
+    words = []
+    for word in shlex.split(joined)[1:]:
+        if word in ("&&", ";", "||"):
+            break
+        matches = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob(word)) if "*" in word else []
+        words += matches or [word]
+    if "-o" in words:
+        at = words.index("-o")
+        del words[at : at + 2]
+    return words
+
+
+@functools.cache
+def runner(flavour: str) -> list[str] | None:
+    """What a program under this sanitizer must be started with; None where the sanitizer has no runtime here."""
+    folder = ROOT / "build" / "tmp" / f"sanitizer-{flavour}-{os.getpid()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        source, binary = folder / "probe.c", folder / "probe"
+        source.write_text("int main(void) { return 0; }\n")
+        if subprocess.run([CC, *FLAGS[flavour], str(source), "-o", str(binary)], capture_output=True).returncode:
+            return None
+        # ThreadSanitizer of older compilers cannot live with the address layout of newer kernels.
+        for prefix in ([], ["setarch", "--addr-no-randomize"]):
+            if prefix and not shutil.which(prefix[0]):
+                continue
+            if subprocess.run([*prefix, str(binary)], capture_output=True).returncode == 0:
+                return prefix
+        return None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_programs_exist():
+    assert PROGRAMS, "tests/c holds no program"
+
+
+@pytest.mark.parametrize(("program", "flavour"), cases())
+def test_program_runs_clean(program, flavour, tmp_path):
+    prefix = runner(flavour)
+    if prefix is None:
+        pytest.skip(f"{CC} has no runtime for {FLAGS[flavour][0]} here")
+    binary = tmp_path / program.stem
+    command = [CC, *build_command(program), *FLAGS[flavour], "-o", str(binary)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, f"{shlex.join(command)}\n{built.stderr}"
+    environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"} | OPTIONS
+    result = subprocess.run(
+        [*prefix, str(binary)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert result.returncode == 0, f"exit {result.returncode}\n{result.stdout[-3000:]}\n{result.stderr[-6000:]}"
