@@ -11,8 +11,8 @@ DEPS   := $(VENV)/.stamp-dependencies
 BUILT  := $(VENV)/.stamp-extension
 
 # Whatever the build reads.  `find` sees new files too, so a stamp never hides one.
-SOURCES := $(shell find csrc -type f \( -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' \) 2>/dev/null) \
-           $(wildcard setup.py pyproject.toml)
+SOURCES := $(shell find csrc -type f \( -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' -o -name '*.py' \) 2>/dev/null) \
+           $(wildcard setup.py pyproject.toml ddp_mp/_version.py)
 
 # pip, matplotlib, Hugging Face and the compilers of PyTorch all keep caches; they belong to the checkout.
 export XDG_CACHE_HOME := $(abspath $(VENV))/cache
@@ -53,7 +53,7 @@ setup: $(DEPS) ## create .venv with everything needed (other targets do this the
 dev: $(BUILT) ## build the extension in place, warnings as errors; `import ddp_mp` then works from .venv
 
 demo: $(BUILT) ## train a small GPT in fp32 and in mixed precision, side by side, on two processes (two minutes)
-	$(PY) -m torch.distributed.run --standalone --nproc-per-node=2 examples/demo.py
+	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node=2 examples/demo.py
 
 test: $(BUILT) ## build, and run every test
 	@$(PYTEST) tests
