@@ -1,7 +1,7 @@
 """The C programs of tests/c, which use the C core without Python: each is built and run plainly and under sanitizers.
 
 The first comment of a program holds the command that builds it, from `gcc` to the first line that does not end in a
-backslash, to be run in the root of the checkout.  Sanitizers are added to that command.
+backslash, to be run in the root of the checkout.  Sanitizers in it are replaced by those of the test.
 """
 
 import functools
@@ -25,17 +25,19 @@ FLAGS = {
 #: Programs whose subject is shared between threads, or is meant to be.
 THREADED = {"test_host", "test_deque", "test_plan"}
 OPTIONS = {
-    "ASAN_OPTIONS": "abort_on_error=1:detect_leaks=1:detect_stack_use_after_return=1",
+    # No detect_stack_use_after_return: GCC's fake frames are not aligned for spilled 64-byte vectors.
+    "ASAN_OPTIONS": "abort_on_error=1:detect_leaks=1",
     "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
     "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1",
 }
 
 
-def cases():
-    for program in PROGRAMS:
-        for flavour in FLAGS:
-            if flavour != "thread" or program.stem in THREADED:
-                yield pytest.param(program, flavour, id=f"{program.stem}-{flavour}")
+CASES = [
+    pytest.param(program, flavour, id=f"{program.stem}-{flavour}")
+    for program in PROGRAMS
+    for flavour in FLAGS
+    if flavour != "thread" or program.stem in THREADED
+]
 
 
 def build_command(program: pathlib.Path) -> list[str]:
@@ -54,6 +56,8 @@ def build_command(program: pathlib.Path) -> list[str]:
     for word in shlex.split(joined)[1:]:
         if word in ("&&", ";", "||"):
             break
+        if word.startswith(("-fsanitize", "-fno-sanitize")):
+            continue  # chosen here
         matches = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob(word)) if "*" in word else []
         words += matches or [word]
     if "-o" in words:
@@ -87,7 +91,7 @@ def test_programs_exist():
     assert PROGRAMS, "tests/c holds no program"
 
 
-@pytest.mark.parametrize(("program", "flavour"), cases())
+@pytest.mark.parametrize(("program", "flavour"), CASES)
 def test_program_runs_clean(program, flavour, tmp_path):
     prefix = runner(flavour)
     if prefix is None:
