@@ -6,8 +6,8 @@
 
 #include "cuda_driver.h" /* mp_cuda_is_simulated */
 
-/* One line for build_info: what is open and which kernel image it runs, or why CUDA is off.  Makes no driver call and opens
- * nothing: before the first open it says so.  Always NUL-terminated. */
+/* One line for build_info: what is open and which kernel image it runs, or why CUDA is off.  Makes no driver call and
+ * opens nothing: before the first open it says so.  Always NUL-terminated. */
 void mp_cuda_status(char *text, size_t size);
 
 /* Version of the driver's API as the driver gives it (13000 is 13.0); 0 before the first successful open. */

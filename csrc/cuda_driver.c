@@ -2,7 +2,6 @@
 
 #include <dlfcn.h>
 #include <pthread.h>
-#include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -13,8 +12,7 @@ static const char *const library_names[] = {"libcuda.so.1", "libcuda.so"};
 
 static pthread_once_t load_once = PTHREAD_ONCE_INIT;
 static mp_cuda_api api;
-static char failure[256];   /* empty: the table is usable */
-static atomic_int finished; /* the once-only loading is over */
+static char failure[256]; /* empty: the table is usable */
 
 /* cuGetProcAddress_v2 (CUDA 12) and the first version (11.3), the same but for the status it also returns. */
 typedef cu_result (*resolve_v2_fn)(const char *name, void **function, int version, uint64_t flags, int *status);
@@ -37,32 +35,31 @@ static void *
 find(const resolver *from, const char *name, int version, const char *exported)
 {
     void *address = NULL;
-    if (from->v2 != NULL && from->v2(name, &address, version, 0, NULL) == CU_OK && address != NULL)
+    if (from->v2 != NULL && from->v2(name, &address, version, 0, NULL) == CU_OK && address != NULL) {
         return address;
+    }
     address = NULL;
-    if (from->v1 != NULL && from->v1(name, &address, version, 0) == CU_OK && address != NULL)
+    if (from->v1 != NULL && from->v1(name, &address, version, 0) == CU_OK && address != NULL) {
         return address;
+    }
     return dlsym(from->library, exported);
 }
 
-/* The stub of the toolkit has the driver's name for link time but every call in it fails: keep looking past nothing, just
- * take the first library that opens.  cuInit will tell (CUDA_ERROR_STUB_LIBRARY). */
+/* The first library that opens.  What the loader says of the first name is the reason worth telling. */
 static void *
 open_library(void)
 {
-    const char *first = NULL;
     for (size_t i = 0; i < sizeof library_names / sizeof *library_names; i++) {
         void *library = dlopen(library_names[i], RTLD_NOW | RTLD_LOCAL);
-        if (library != NULL)
+        if (library != NULL) {
+            failure[0] = '\0';
             return library;
+        }
         const char *text = dlerror();
-        if (i == 0 && text != NULL) {
-            snprintf(failure, sizeof failure, "no CUDA driver: %s", text);
-            first = failure;
+        if (i == 0) {
+            snprintf(failure, sizeof failure, "no CUDA driver: %s", text != NULL ? text : "libcuda.so.1 not found");
         }
     }
-    if (first == NULL)
-        snprintf(failure, sizeof failure, "no CUDA driver: libcuda.so.1 not found");
     return NULL;
 }
 
@@ -74,9 +71,10 @@ resolve_all(const resolver *from)
     {                                                                                                                 \
         void *address = find(from, #name, version, exported);                                                         \
         assign(&api.name, address);                                                                                   \
-        if (address == NULL && need == REQUIRED && failure[0] == '\0')                                                \
+        if (address == NULL && need == REQUIRED && failure[0] == '\0') {                                              \
             snprintf(failure, sizeof failure, "the CUDA driver is too old: it has no %s (CUDA %d.%d)", #name,         \
                      version / 1000, version % 1000 / 10);                                                            \
+        }                                                                                                             \
     }
     MP_CUDA_SYMBOLS(MP_CUDA_RESOLVE)
 #undef MP_CUDA_RESOLVE
@@ -86,17 +84,17 @@ static void
 load(void)
 {
     resolver from = {.library = open_library()};
-    if (from.library != NULL) {
-        assign(&from.v2, dlsym(from.library, "cuGetProcAddress_v2"));
-        assign(&from.v1, dlsym(from.library, "cuGetProcAddress"));
-        resolve_all(&from);
-        if (failure[0] != '\0') {
-            /* Fail soft: no half-filled table, and no handle kept on a library that is of no use. */
-            memset(&api, 0, sizeof api);
-            dlclose(from.library);
-        }
+    if (from.library == NULL) {
+        return;
     }
-    atomic_store_explicit(&finished, 1, memory_order_release);
+    assign(&from.v2, dlsym(from.library, "cuGetProcAddress_v2"));
+    assign(&from.v1, dlsym(from.library, "cuGetProcAddress"));
+    resolve_all(&from);
+    if (failure[0] != '\0') {
+        /* Fail soft: no half-filled table, and no handle kept on a library that is of no use. */
+        memset(&api, 0, sizeof api);
+        dlclose(from.library);
+    }
 }
 
 const mp_cuda_api *
@@ -108,17 +106,12 @@ mp_cuda_load(const char **why)
 }
 
 int
-mp_cuda_loaded(void)
-{
-    return atomic_load_explicit(&finished, memory_order_acquire) && failure[0] == '\0';
-}
-
-int
 mp_cuda_is_simulated(void)
 {
     void *library = dlopen(library_names[0], RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
-    if (library == NULL)
+    if (library == NULL) {
         return 0;
+    }
     int simulated = dlsym(library, "sim_reset") != NULL;
     dlclose(library);
     return simulated;

@@ -23,6 +23,7 @@ typedef struct cu_function_s *cu_function;
 enum {
     CU_OK = 0,
     CU_NOT_INITIALIZED = 3,
+    CU_STUB_LIBRARY = 34,
     CU_NO_DEVICE = 100,
     CU_NOT_READY = 600,
 
@@ -45,7 +46,6 @@ enum {
     X(REQUIRED, cuDeviceGetCount, 2000, "cuDeviceGetCount", (int *count))                                             \
     X(REQUIRED, cuDeviceGet, 2000, "cuDeviceGet", (cu_device *device, int index))                                     \
     X(REQUIRED, cuDeviceGetAttribute, 2000, "cuDeviceGetAttribute", (int *value, int attribute, cu_device device))    \
-    X(OPTIONAL, cuDeviceGetName, 2000, "cuDeviceGetName", (char *name, int size, cu_device device))                   \
     X(REQUIRED, cuDevicePrimaryCtxRetain, 7000, "cuDevicePrimaryCtxRetain", (cu_context *context, cu_device device))  \
     X(REQUIRED, cuDevicePrimaryCtxRelease, 11000, "cuDevicePrimaryCtxRelease_v2", (cu_device device))                 \
     X(REQUIRED, cuCtxPushCurrent, 4000, "cuCtxPushCurrent_v2", (cu_context context))                                  \
@@ -63,7 +63,6 @@ enum {
     X(REQUIRED, cuEventQuery, 2000, "cuEventQuery", (cu_event event))                                                 \
     X(REQUIRED, cuEventSynchronize, 2000, "cuEventSynchronize", (cu_event event))                                     \
     X(REQUIRED, cuMemAlloc, 3020, "cuMemAlloc_v2", (cu_deviceptr *memory, size_t bytes))                              \
-    X(REQUIRED, cuMemFree, 3020, "cuMemFree_v2", (cu_deviceptr memory))                                               \
     X(REQUIRED, cuMemHostAlloc, 2020, "cuMemHostAlloc", (void **memory, size_t bytes, unsigned flags))                \
     X(REQUIRED, cuMemFreeHost, 2000, "cuMemFreeHost", (void *memory))                                                 \
     X(REQUIRED, cuMemcpyHtoDAsync, 3020, "cuMemcpyHtoDAsync_v2",                                                      \
@@ -88,11 +87,8 @@ typedef struct mp_cuda_api {
  * entries may be NULL. */
 const mp_cuda_api *mp_cuda_load(const char **why);
 
-/* 1 when mp_cuda_load has been called and found a driver, without calling it. */
-int mp_cuda_loaded(void);
-
-/* 1 when the driver library in this process is the simulated one of the tests (it exports sim_reset; a real driver never
- * does).  Loads nothing. */
+/* 1 when the driver library in this process is the simulated one of the tests: it exports sim_reset, which a real
+ * driver never does.  Loads nothing. */
 int mp_cuda_is_simulated(void);
 
 #endif

@@ -8,8 +8,8 @@ drivers that are older than the toolkit::
 A fat binary carries its own size, so that whoever reads only that never sees what follows.  PTX beside every machine
 code serves devices newer than the toolkit, and the tests, which execute it.  The toolkit stamps its own ISA version on
 every PTX that it writes, which a driver older than the toolkit refuses to compile, although these kernels use nothing
-new: the extra text is that of the oldest architecture under the first version that knew it.  Assembling is part of every
-build, so a kernel that does not assemble for one architecture never ships.
+new: the extra text is that of the oldest architecture under the first version that knew it.  Assembling is part of
+every build, so a kernel that does not assemble for one architecture never ships.
 """
 
 from __future__ import annotations

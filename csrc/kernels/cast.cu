@@ -363,8 +363,8 @@ MP_INLINE void finish(const operation &op, float (&value)[8], i64 i)
     store_words(target, pair);
 }
 
-// N groups of eight from one source, 256 elements apart, from element i on.  All loads are issued before the first result is
-// used: bytes in flight make the bandwidth.
+// N groups of eight from one source, 256 elements apart, from element i on.  All loads are issued before the first
+// result is used: bytes in flight make the bandwidth.
 template <int WORDS, int N>
 MP_INLINE void convert(const operation &op, i64 i)
 {
