@@ -87,6 +87,9 @@ class Engine:
         """``param.data = low`` for every row.  On an error all rows are masters again."""
     def restore(self, bucket: int = -1) -> None:
         """``param.data = master`` for the bucket's rows (-1: all).  Goes on past an error and raises the first at the end."""
+    def reclaim(self) -> None:
+        """Where somebody else may have switched ``.data``: rows that still are their copies become masters, and rows that
+        are something else are taken to be masters."""
     def wait(self, bucket: int = -1) -> None:
         """The caller's current stream waits for the casts of buckets 0..bucket (-1: all) of the last cast()."""
     def wait_hook(self, bucket: int) -> Callable[..., None]:
@@ -115,9 +118,16 @@ class Gradients:
     def hook(self, row: int) -> Callable[[Tensor], None]:
         """Callable for ``register_post_accumulate_grad_hook``; holds a weak or plain reference to self, no cycle through the
         parameter is left uncollectable."""
-    def begin(self, early: bool) -> int:
+    def begin(self, early: bool, fired_row: int = -1) -> int:
         """A backward starts: every defined ``.grad`` is set aside (stashed) and ``.grad`` becomes None.  A stash is `synced`
-        when it is the very object that hand_over() left, otherwise `local`.  Returns how many were set aside."""
+        when it is the very object that hand_over() left, otherwise `local`.  Returns how many were set aside.  ``fired_row`` is a row whose
+        hook fired already in this backward (the caller is on_first): its ``.grad`` holds the new gradient and stays."""
+    @property
+    def fires(self) -> int:
+        """Hooks that fired since begin()."""
+    @property
+    def refired(self) -> bool:
+        """Whether some row fired more than once between two reset()s."""
     @property
     def active(self) -> bool: ...
     def fired(self, row: int) -> bool: ...
@@ -131,9 +141,17 @@ class Gradients:
     def stashed(self, bucket: int) -> int:
         """How many rows of the bucket have something set aside."""
     def stash(self, row: int) -> Tensor | None: ...
+    def settle(self, row: int, grad: Tensor | None, synced: bool) -> None:
+        """``.grad = grad``, for a row that was left to the caller; what was set aside is dropped."""
+    def is_local(self, row: int) -> bool:
+        """Whether what is set aside for the row is local."""
+    def contributes(self) -> bytes:
+        """One byte a row: 1 when it fired since reset() or something local is set aside for it."""
+    def position(self, row: int) -> int:
+        """The row's place in its bucket."""
     def hand_over(
         self, bucket: int, reduced: Tensor, views: Sequence[Tensor] | None, divisor: float, used: bytes | None
-    ) -> None:
+    ) -> list[int]:
         """After a reduction: ``.grad`` of every row becomes its stash (local: overwritten by, synced: increased by,
         reduced / divisor) or, where nothing was set aside, ``views[k]`` (k: position in the bucket), which is filled unless
         it already is that part of ``reduced``.  used[row] == 0: ``.grad`` becomes what it was before begin().  Parameters must be

@@ -25,7 +25,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ddp_mp
+
+Align = Literal["left", "right"]
 
 CONTEXT = 128
 BATCH = 8
@@ -238,14 +240,14 @@ def progress(steps: int, visible: bool) -> Any:
     return range(steps)
 
 
-def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], align: Align = "right") -> None:
     if installed("rich"):
         from rich.console import Console
         from rich.table import Table
 
         table = Table(title=title)
         for i, name in enumerate(header):
-            table.add_column(name, justify="left" if i == 0 else "right")
+            table.add_column(name, justify="left" if i == 0 else align)
         for row in rows:
             table.add_row(*row)
         Console().print(table)
@@ -256,7 +258,8 @@ def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]])
     for line in lines:
         print(
             "  ".join(
-                cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+                cell.ljust(w) if i == 0 or align == "left" else cell.rjust(w)
+                for i, (cell, w) in enumerate(zip(line, widths, strict=True))
             )
         )
 
@@ -302,7 +305,7 @@ def report(runs: Sequence[Contender], steps: int, elapsed: float, output: pathli
     rows = []
     for run, reduced, hooks in (
         (full, f"{size * 4 / 1e6:.2f} MB", "-"),
-        (mixed, f"{stats.reduced_bytes / steps / 1e6:.2f} MB", f"{stats.host_us / steps:.0f} us"),
+        (mixed, f"{stats.bytes_reduced / steps / 1e6:.2f} MB", f"{stats.host_us / steps:.0f} us"),
     ):
         # The first steps build buckets and warm caches up.
         per_step = statistics.median(run.seconds[min(5, steps // 2) :])
@@ -310,11 +313,11 @@ def report(runs: Sequence[Contender], steps: int, elapsed: float, output: pathli
         rows.append((run.name, loss, f"{run.held_out:.4f}", f"{per_step * 1e3:.1f} ms", reduced, hooks))
     show_table(
         f"after {steps} steps of {BATCH * dist.get_world_size()} x {CONTEXT} bytes; {size:,} parameters",
-        ("", "loss", "held out", "a step", "reduced", "in hooks"),
+        ("", "loss", "held out", "a step", "reduced", "cast"),
         rows,
     )
     print(
-        "a step: median; reduced: bytes a process hands to the all-reduce a step; in hooks: host time of ddp_mp a step"
+        "a step: median; reduced: bytes a process hands to the all-reduce a step; cast: host time of casts and switches a step"
     )
     print("\nThe same model on PyTorch's own hooks, DDP(model, mixed_precision=...):")
     for how, what in ask_native_hooks().items():
@@ -326,7 +329,7 @@ def report(runs: Sequence[Contender], steps: int, elapsed: float, output: pathli
     print(f"\nloss curves: {picture if draw(runs, picture) else output / 'losses.json'}; {elapsed:.0f} s of training")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] = ()) -> int:
     parser = argparse.ArgumentParser(prog="ddp_mp demo", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("demo-output"))
@@ -379,4 +382,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,28 @@
+"""Mixed precision for PyTorch's DistributedDataParallel that is right, and next to free.
+
+``ddp_mp.patch(ddp)`` on a model, or ``ddp_mp.install()`` before models are built; training code stays as it is.
+"""
+
+from __future__ import annotations
+
+from ._version import __version__
+from .info import build_info
+from .options import MixedPrecision, Options
+from .patching import full_precision, install, is_patched, masters_changed, patch, uninstall, unpatch
+from .stats import Stats, stats
+
+__all__ = [
+    "MixedPrecision",
+    "Options",
+    "Stats",
+    "__version__",
+    "build_info",
+    "full_precision",
+    "install",
+    "is_patched",
+    "masters_changed",
+    "patch",
+    "stats",
+    "uninstall",
+    "unpatch",
+]

@@ -1,0 +1,199 @@
+"""What happens around a backward: parameters are copies while it runs, then masters with full-precision gradients.
+
+A backward is recognised by a hook on the outputs of a forward, which belongs to the outermost graph task even when blocks
+inside are checkpointed, or, where a loss does not come from an output, by the first gradient that arrives.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from .low import LowPrecision
+from .passes import Pass
+from .reducer import Reducer
+
+
+class _Running:
+    """The backward under way."""
+
+    __slots__ = ("passes", "sync", "task")
+
+    def __init__(self, task: int, passes: list[Pass], sync: bool) -> None:
+        self.task, self.passes, self.sync = task, passes, sync
+
+
+class Backward:
+    """Follows forwards and backwards of one wrapped module.
+
+    Thread safety: autograd calls the hooks from its own threads, one at a time, under the GIL.
+    """
+
+    def __init__(self, low: LowPrecision, static_graph: bool) -> None:
+        self.low = low
+        self.reducer: Reducer  # set right after construction: each calls the other
+        self.passes: list[Pass] = []
+        self.static_graph = static_graph
+        self.in_order = True  # static graph: whether buckets may be reduced before the backward ends
+        self._first_round = static_graph
+        self._running: _Running | None = None
+        self.futures: list[Any] = []  # of buffer communication hooks: waited for at the end of the next backward
+
+    # --- forwards ----------------------------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> bool:
+        """Whether a backward of this module is under way."""
+        return self._running is not None
+
+    def add(self, outputs: list[torch.Tensor]) -> Pass:
+        """A forward with gradients ended with these outputs (those that require grad)."""
+        self.passes = [p for p in self.passes if p.pending]
+        new = Pass(self.low.copies, self.low.epoch)
+        owner = weakref.ref(self)
+
+        def on_backward(reached: Pass) -> None:
+            backward = owner()
+            if backward is not None:
+                backward._start(reached)
+
+        if outputs:
+            new.watch(outputs, on_backward)
+        self.passes.append(new)
+        return new
+
+    def live(self) -> bool:
+        """Whether some forward's graph still needs the present copies."""
+        return any(p.pending and p.copies is self.low.copies for p in self.passes)
+
+    def set_static_graph(self) -> None:
+        """The graph is the same in every iteration: the next backward shows what it looks like."""
+        self.static_graph = self._first_round = True
+
+    def replace(self, low: LowPrecision, reducer: Reducer) -> None:
+        """The plan was built anew.  Graphs computed with the old one keep what they saved."""
+        for old in self.passes:
+            old.copies = None
+        self.low, self.reducer = low, reducer
+
+    def drop_dead(self) -> None:
+        """Cleans up after a backward that ended with an error outside our hooks, which nothing reports.
+
+        Called where no backward can be under way: at a forward, and before the masters are used.
+        """
+        if self._running is not None and torch._C._current_graph_task_id() == -1:
+            self._fail()
+
+    # --- backwards ---------------------------------------------------------------------------------------------------
+
+    def late(self) -> None:
+        """A gradient arrived and no backward is known: the last forward's, whose outputs the loss did not come through."""
+        candidates = [p for p in self.passes if p.pending] or self.passes[-1:]
+        self._begin(candidates[-1] if candidates else None)
+
+    def _start(self, reached: Pass) -> None:
+        running = self._running
+        if running is not None:
+            if reached in running.passes and running.task == torch._C._current_graph_task_id():
+                return
+            if reached not in running.passes:
+                self._join(running, reached)
+                return
+            self._fail()  # the same forward again, in another task: the backward that we know ended with an error
+        try:
+            self._begin(reached)
+        except BaseException:
+            self._fail()
+            raise
+
+    def _begin(self, reached: Pass | None) -> None:
+        sync = reached is not None and reached.sync
+        passes = [] if reached is None else [reached]
+        self._running = _Running(torch._C._current_graph_task_id(), passes, sync)
+        if reached is not None and reached.copies is not None:
+            self.low.enter_again(reached.copies)
+            self.low.wait()
+        self.reducer.begin(sync, early=self._may_reduce_early(reached))
+        Variable._execution_engine.queue_callback(_Finish(self))
+
+    def _join(self, running: _Running, reached: Pass) -> None:
+        """Another forward's outputs take part in the backward under way."""
+        running.passes.append(reached)
+        if reached.sync and not running.sync:
+            running.sync = True
+            self.reducer.upgrade()
+
+    def _may_reduce_early(self, reached: Pass | None) -> bool:
+        """Whether a gradient that arrived is complete: not while forwards with other accumulators may add to it."""
+        if reached is None or not self.in_order or self._first_round:
+            return False
+        return all(p.epoch == reached.epoch and p.sync for p in self.passes if p.pending)
+
+    def _finish(self) -> None:
+        running = self._running
+        if running is None:
+            return
+        try:
+            touched = self.reducer.touched()
+            if touched:
+                for reached in running.passes:
+                    reached.done = True
+            self.low.leave(live=self.live())
+            self._reduce(running, touched)
+            while self.futures:
+                self.futures.pop(0).wait()
+        except BaseException:
+            self._fail()
+            raise
+        self._running = None
+
+    def _reduce(self, running: _Running, touched: bool) -> None:
+        if not touched:  # torch.autograd.grad: no gradient was accumulated, a backward is still to come
+            self.reducer.cancel()
+            return
+        if self._first_round and running.sync:
+            # with a static graph the first round shows whether gradients arrive once
+            self.in_order = not self.reducer.refired()
+            self._first_round = False
+        complete = self.reducer.finish(running.sync)
+        for done in running.passes:
+            done.sync = done.sync and not complete
+        self.passes = [p for p in self.passes if p.pending]
+
+    def _fail(self) -> None:
+        """Masters in place, gradients as they were before the backward."""
+        self._running = None
+        try:
+            self.low.leave(live=self.live())
+        finally:
+            self.low.switch_back()
+            self.reducer.abort()
+
+    def expose(self) -> None:
+        """Masters in place for whoever is about to use them; a graph that waits for its backward keeps its copies."""
+        self.drop_dead()
+        if self._running is None and self.low.is_low:
+            self.low.leave(live=self.live())
+
+    def error(self) -> None:
+        """A hook of the reducer failed."""
+        if self._running is not None:
+            self._fail()
+
+
+class _Finish:
+    """The engine's callback at the end of the outermost graph task."""
+
+    __slots__ = ("_owner",)
+
+    def __init__(self, owner: Backward) -> None:
+        self._owner: Callable[[], Backward | None] = weakref.ref(owner)
+
+    def __call__(self) -> None:
+        backward = self._owner()
+        if backward is not None:
+            backward._finish()

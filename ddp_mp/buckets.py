@@ -1,0 +1,210 @@
+"""How gradients are grouped for reduction, and the memory that a group is reduced in.
+
+A bucket holds parameters of one device and one master type.  The layout follows from the parameters' order alone, so that it
+is the same on every rank from the first step on: nothing is rebuilt, and no step reduces memory that nobody filled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from . import _C
+from .loose import LooseGradients
+from .options import FLOATING
+from .parameters import Managed
+
+
+class Bucket(Protocol):
+    """Gradients that are reduced by one collective.
+
+    Attributes:
+        index: position in the order of reduction, the same on every rank.
+        rows: indices into the reducer's list of parameters, in packing order.
+        params: the parameters, in that order.
+    """
+
+    index: int
+    rows: list[int]
+    params: list[torch.nn.Parameter]
+
+    def contribution(self, dtype: torch.dtype | None, divisor: float) -> torch.Tensor:
+        """This rank's gradients (and what was accumulated locally before), divided: a fresh tensor to reduce in place."""
+
+    def settle(self, reduced: torch.Tensor, divisor: float, used: bytes | None) -> None:
+        """``.grad`` becomes reduced / divisor (added to what earlier reductions left).  Parameters must be masters."""
+
+    def keep_local(self) -> None:
+        """Without a reduction: ``.grad`` becomes full precision, added to what was there.  Parameters must be masters."""
+
+    def zeros(self, dtype: torch.dtype | None) -> torch.Tensor:
+        """What a rank without gradients contributes."""
+
+    def forget(self) -> None:
+        """Gives up memory that would be used again: something may still write there."""
+
+    def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Views of a contribution with each parameter's shape, in packing order."""
+
+
+class PackedBucket:
+    """Dense parameters of one device and one master type, packed into one flat buffer by one launch."""
+
+    def __init__(self, index: int, entries: Sequence[Managed], rows: Sequence[int]) -> None:
+        self.index = index
+        self.rows = list(rows)
+        self.params = [entry.param for entry in entries]
+        self.device = self.params[0].device
+        self.master_dtype = self.params[0].dtype
+        self.numel = sum(p.numel() for p in self.params)
+        self.gradients: _C.Gradients  # set by the reducer, with this bucket's number there
+        self.local = 0
+        self._full: _Full | None = None
+
+    def contribution(self, dtype: torch.dtype | None, divisor: float) -> torch.Tensor:
+        dtype = dtype or self.master_dtype
+        if dtype is self.master_dtype and not self.gradients.stashed(self.local):
+            out = self._full_memory().flat  # reduced where the gradients will stay
+        else:
+            out = torch.empty(self.numel, dtype=dtype, device=self.device)
+        slow = self.gradients.pack(self.local, out, divisor)
+        if slow:
+            self._pack_slowly(slow, out, divisor)
+        return out
+
+    def settle(self, reduced: torch.Tensor, divisor: float, used: bytes | None) -> None:
+        slow = self.gradients.hand_over(self.local, reduced, self._views(), divisor, used)
+        if slow:
+            parts = self.split(reduced)
+            for row in slow:
+                part = parts[self.gradients.position(row)]
+                self._settle_slowly(row, part if divisor == 1 else part / divisor, synced=True)
+
+    def keep_local(self) -> None:
+        for row in self.gradients.accumulate(self.local, self._views()):
+            grad = self.params[self.gradients.position(row)].grad
+            assert grad is not None
+            self._settle_slowly(row, grad, synced=False)
+
+    def zeros(self, dtype: torch.dtype | None) -> torch.Tensor:
+        return torch.zeros(self.numel, dtype=dtype or self.master_dtype, device=self.device)
+
+    def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        views, offset = [], 0
+        for param in self.params:
+            part = flat[offset : offset + param.numel()]
+            views.append(part.as_strided(param.shape, param.stride()))
+            offset += param.numel()
+        return views
+
+    def forget(self) -> None:
+        self._full = None
+
+    def _views(self) -> list[torch.Tensor] | None:
+        """Where gradients that were not set aside go; None when every one was."""
+        if self.gradients.stashed(self.local) == len(self.params):
+            return None
+        return self._full_memory().views
+
+    def _full_memory(self) -> _Full:
+        """Full-precision memory for the gradients: last step's when nobody refers to it any more, else new."""
+        if self._full is None or self._full.in_use():
+            with torch.inference_mode(False), torch.no_grad():
+                self._full = _Full(self)
+        return self._full
+
+    def _pack_slowly(self, rows: list[int], out: torch.Tensor, divisor: float) -> None:
+        """Gradients that cannot be copied flat (strides that differ from the parameter's, subclasses): by PyTorch."""
+        parts = self.split(out)
+        for row in rows:
+            position = self.gradients.position(row)
+            param = self.params[position]
+            wide = torch.float64 if self.master_dtype is torch.float64 else torch.float32
+            value = torch.zeros_like(param, dtype=wide) if param.grad is None else param.grad.to(wide)
+            stash = self.gradients.stash(row)
+            if stash is not None and self.gradients.is_local(row):
+                value = value + stash
+            parts[position].copy_(value / divisor if divisor != 1 else value)
+            param.grad = None
+
+    def _settle_slowly(self, row: int, value: torch.Tensor, synced: bool) -> None:
+        """``.grad`` becomes what was set aside, overwritten by or increased by ``value``, or a copy of ``value``."""
+        grad = self.gradients.stash(row)
+        if grad is None:
+            grad = value.to(self.master_dtype, copy=True)
+        elif synced and self.gradients.is_local(row):
+            grad.copy_(value)
+        else:
+            grad.add_(value)
+        self.gradients.settle(row, grad, synced)
+
+
+class _Full:
+    """One flat buffer of the masters' type, and a view of it a parameter: what ``.grad`` becomes."""
+
+    def __init__(self, bucket: PackedBucket) -> None:
+        self.flat = torch.empty(bucket.numel, dtype=bucket.master_dtype, device=bucket.device)
+        self.views = bucket.split(self.flat)
+        self._storage = self.flat.untyped_storage()
+        self._owners = torch._C._storage_Use_Count(self._storage._cdata)
+
+    def in_use(self) -> bool:
+        """Whether a gradient of an earlier step, or a view of one, is still held by somebody."""
+        if torch._C._storage_Use_Count(self._storage._cdata) != self._owners:
+            return True
+        return not _C.unshared(self.views)
+
+
+def _packable(entry: Managed) -> bool:
+    """Whether the parameter's memory can be read and is dense, so that a flat copy of its gradient keeps the strides."""
+    if entry.sparse or entry.param.dtype not in FLOATING:
+        return False
+    try:
+        return bool(_C.describe(entry.param)["dense"])
+    except BufferError:
+        return False
+
+
+def assign(entries: Sequence[Managed], caps: Sequence[int], reduce_dtype: torch.dtype | None) -> list[list[int]]:
+    """Assigns parameters to buckets, last parameters first, as their gradients arrive.
+
+    Args:
+        entries: trainable parameters in registration order.
+        caps: byte limits of the first, second, ... bucket; the last one holds for all that follow.
+        reduce_dtype: the type that is reduced in; None: each parameter's own.
+
+    Returns:
+        The rows of each bucket in packing order; buckets are ordered by when their last gradient is due.  A parameter that
+        cannot be packed has a bucket of its own.
+    """
+    rows_of: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    bytes_of: dict[tuple[torch.device, torch.dtype], int] = {}
+    closed: list[list[int]] = []
+    for row in reversed(range(len(entries))):
+        entry = entries[row]
+        if not _packable(entry):
+            closed.append([row])
+            continue
+        key = (entry.param.device, entry.param.dtype)
+        itemsize = (reduce_dtype or entry.param.dtype).itemsize
+        rows_of.setdefault(key, []).append(row)
+        bytes_of[key] = bytes_of.get(key, 0) + entry.param.numel() * itemsize
+        if bytes_of[key] >= caps[min(len(closed), len(caps) - 1)]:
+            closed.append(rows_of.pop(key))
+            del bytes_of[key]
+    closed += rows_of.values()
+    return sorted(closed, key=lambda rows: -rows[-1])
+
+
+def build(entries: Sequence[Managed], caps: Sequence[int], reduce_dtype: torch.dtype | None) -> list[Bucket]:
+    """The buckets of :func:`assign`, not yet bound to what watches their gradients."""
+    buckets: list[Bucket] = []
+    for index, rows in enumerate(assign(entries, caps, reduce_dtype)):
+        group = [entries[row] for row in rows]
+        if _packable(group[0]):
+            buckets.append(PackedBucket(index, group, rows))
+        else:
+            buckets.append(LooseGradients(index, group[0], rows[0]))
+    return buckets

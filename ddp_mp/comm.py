@@ -1,0 +1,125 @@
+"""How a bucket is reduced: an all-reduce of the process group, or the communication hook that the user registered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .buckets import Bucket
+
+UserHook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
+
+
+class GradBucket:
+    """What a communication hook gets: the face of ``torch.distributed.GradBucket`` over one of our buckets."""
+
+    def __init__(self, bucket: Bucket, buffer: torch.Tensor, last: bool) -> None:
+        self.of, self._buffer, self._last = bucket, buffer, last
+
+    def index(self) -> int:
+        """Position of the bucket in the order of reduction."""
+        return self.of.index
+
+    def buffer(self) -> torch.Tensor:
+        """The flat gradients of this rank, in ``reduce_dtype``, not divided by the world size."""
+        return self._buffer
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Replaces the flat buffer."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Views of the buffer with the parameters' shapes."""
+        return self.of.split(self._buffer)
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters, in packing order."""
+        return self.of.params
+
+    def is_last(self) -> bool:
+        """Whether no bucket follows in this backward."""
+        return self._last
+
+
+class Communicator:
+    """Reduces buckets over one process group.  Collectives are issued in the caller's order, on its current stream."""
+
+    def __init__(self, process_group: Any) -> None:
+        self.process_group = process_group
+        self.hook: tuple[UserHook, Any] | None = None  # (hook, state)
+        self.ranks_with_input: Callable[[], int] | None = None  # under Join: the divisor, when it is not the world size
+
+    def division(self, dtype: torch.dtype) -> tuple[float, float]:
+        """(divisor before, divisor after) the sum over ranks; their product is the number of ranks.
+
+        A user's communication hook divides by itself.  Wide exponents take the whole division before the sum.  float16
+        splits it near the square root, as FSDP does: dividing first by everything would underflow, last would overflow.
+        """
+        if self.hook is not None:
+            return 1.0, 1.0
+        ranks = self.process_group.size() if self.ranks_with_input is None else self.ranks_with_input()
+        if dtype is not torch.float16:
+            return float(ranks), 1.0
+        before = 1
+        while ranks % before == 0 and ranks / before > before:
+            before *= 2
+        return float(before), ranks / before
+
+    def reduce(self, bucket: Bucket, buffer: torch.Tensor, last: bool) -> Any:
+        """Starts the reduction of ``buffer`` and returns what wait() takes.  The buffer may be changed in place."""
+        if self.hook is not None:
+            hook, state = self.hook
+            return hook(state, GradBucket(bucket, buffer, last))
+        return _Reduction(self.process_group.allreduce([buffer]), buffer)
+
+    def shadow(self, bucket: GradBucket) -> torch.Tensor:
+        """Takes part in the reduction of a bucket that this rank has no gradients for (``Join``); returns the result."""
+        return self.wait(self.reduce(bucket.of, bucket.buffer(), bucket.is_last()))
+
+    def wait(self, pending: Any) -> torch.Tensor:
+        """The result, flat; the current stream waits for it."""
+        if isinstance(pending, _Reduction):
+            pending.work.wait()
+            return pending.buffer
+        value = pending.wait()
+        if isinstance(value, (list, tuple)):
+            value = value[0]
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"communication hook: expected a future of a tensor, found one of {type(value).__name__}")
+        return value if value.is_sparse else value.reshape(-1) if value.is_contiguous() else value.contiguous().view(-1)
+
+    def require_same_round(self, number: int, buckets: Sequence[Bucket]) -> None:
+        """After a failed round: makes sure that all ranks failed alike, or none goes on.
+
+        A rank that had not failed waits in a bucket's collective; the size of this one is no bucket's, so that the two
+        cannot pair silently: the process group reports an error, or a time-out.
+        """
+        sizes = {sum(p.numel() * p.element_size() for p in bucket.params) for bucket in buckets}
+        length = 8191
+        while length * 8 in sizes or length * 4 in sizes or length * 2 in sizes:
+            length += 2
+        total = torch.full((length,), number, dtype=torch.int64, device=buckets[0].params[0].device)
+        self.process_group.allreduce([total]).wait()
+        if int(total[0]) != number * self.process_group.size():
+            raise RuntimeError(
+                "an earlier backward failed on this rank but not on every other, so that their reductions are out of step; "
+                "start the job again from its last checkpoint"
+            )
+
+    def reduce_flags(self, flags: bytes, device: torch.device) -> bytes:
+        """For each flag, whether it is set on any rank."""
+        total = torch.frombuffer(bytearray(flags), dtype=torch.uint8).to(device=device, dtype=torch.int32)
+        self.process_group.allreduce([total]).wait()
+        return bytes((total > 0).to(device="cpu", dtype=torch.uint8).tolist())
+
+
+class _Reduction:
+    """An all-reduce under way, and the memory it works in."""
+
+    __slots__ = ("buffer", "work")
+
+    def __init__(self, work: dist.Work, buffer: torch.Tensor) -> None:
+        self.work, self.buffer = work, buffer

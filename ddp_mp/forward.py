@@ -1,0 +1,116 @@
+"""What happens around a forward of the root module: parameters become copies before it, and what ends it decides the rest."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from .backward import Backward
+from .low import LowPrecision, Replaced
+from .tensors import tensors_in
+
+
+class Forward:
+    """The root module's hooks, registered with ``prepend`` so that hooks of others see cast parameters.
+
+    Args:
+        module: the wrapped module.
+        prepare: called before each forward, and with True when a parameter was replaced; says whether to cast.
+    """
+
+    def __init__(self, module: nn.Module, low: LowPrecision, backward: Backward, prepare: Callable[[bool], bool]) -> None:
+        self.low, self.backward = low, backward
+        self._prepare = prepare
+        self._calls: list[_Call] = []
+        self.forwards = 0
+        owner = weakref.ref(self)
+
+        @torch._disable_dynamo
+        def before(root: nn.Module, args: Any) -> None:
+            forward = owner()
+            if forward is not None:
+                forward._enter(_module_call(sys._getframe(1)))
+
+        @torch._disable_dynamo
+        def after(root: nn.Module, args: Any, output: Any) -> None:
+            forward = owner()
+            if forward is not None:
+                forward._leave(output)
+
+        self._handles = [
+            module.register_forward_pre_hook(before, prepend=True),
+            module.register_forward_hook(after, always_call=True),
+        ]
+
+    def detach(self) -> None:
+        """Removes the hooks from the module."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    @property
+    def hook_ids(self) -> set[int]:
+        """Keys of our hooks in the module's hook dictionaries."""
+        return {handle.id for handle in self._handles}
+
+    def _enter(self, frame: FrameType) -> None:
+        self._calls = [call for call in self._calls if call.on_stack(frame)]
+        self.backward.drop_dead()
+        call = _Call(frame, sys.exc_info()[1])
+        self._cast()
+        self.forwards += 1
+        self._calls.append(call)
+
+    def _cast(self) -> None:
+        if not self._prepare(False):
+            return
+        try:
+            self.low.enter(live=self.backward.live())
+        except Replaced:
+            if not self._prepare(True):
+                return
+            self.low.enter(live=False)
+        self.low.wait()
+
+    def _leave(self, output: Any) -> None:
+        call = self._calls.pop() if self._calls else None
+        if self._calls or self.backward.running:
+            return  # the module called itself, or a checkpoint computes its forward again inside a backward
+        failed = call is not None and sys.exc_info()[1] is not call.handled
+        if failed or not torch.is_grad_enabled():
+            self.low.leave(live=self.backward.live())
+            return
+        outputs = [t for t in tensors_in(output) if t.requires_grad and t.grad_fn is not None]
+        self.backward.add(outputs)
+
+
+def _module_call(frame: FrameType) -> FrameType:
+    """The frame of ``nn.Module.__call__`` that runs the hook, which lasts as long as the call."""
+    found: FrameType | None = frame
+    while found is not None and found.f_code.co_name != "_call_impl":
+        found = found.f_back
+    return found or frame
+
+
+class _Call:
+    """One call of the root module under way."""
+
+    __slots__ = ("frame", "handled")
+
+    def __init__(self, frame: FrameType, handled: BaseException | None) -> None:
+        self.frame = frame
+        self.handled = handled  # the exception being handled when the call began: an error of the call is another one
+
+    def on_stack(self, frame: FrameType | None) -> bool:
+        """Whether the call is still under way, seen from ``frame``.  A call ended by KeyboardInterrupt never said so."""
+        while frame is not None:
+            if frame is self.frame:
+                return True
+            frame = frame.f_back
+        return False

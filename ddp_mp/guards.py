@@ -1,0 +1,138 @@
+"""Puts masters in place for whoever uses the parameters outside forward and backward.
+
+Between a forward and its backward the parameters are low-precision copies.  Saving, loading, copying and optimizer steps must
+see masters; a backward that comes later switches to the copies again by itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .parameters import Managed
+
+
+class Guards:
+    """Hooks on one wrapped module that call ``expose`` before its parameters are read or written.
+
+    Args:
+        module: the wrapped module; every submodule that holds a managed parameter is guarded too.
+        expose: puts masters in place.
+        hook_ids: keys of our hooks in the modules' hook dictionaries, which a copy must not carry along.
+    """
+
+    def __init__(
+        self, module: nn.Module, rows: list[Managed], expose: Callable[[], None], hook_ids: Callable[[], set[int]]
+    ) -> None:
+        homes = {id(home) for row in rows for home, _ in row.sites}
+        self.modules = [m for m in module.modules() if m is module or id(m._parameters) in homes]
+        self._handles: list[Any] = []
+        for guarded in self.modules:
+            self._handles.append(guarded.register_state_dict_pre_hook(_Before(expose)))
+            self._handles.append(guarded.register_load_state_dict_pre_hook(_Before(expose)))
+            guarded.__dict__["__getstate__"] = _State(guarded, expose, self._ids(hook_ids))
+
+    def _ids(self, hook_ids: Callable[[], set[int]]) -> Callable[[], set[int]]:
+        guards = weakref.ref(self)
+
+        def ids() -> set[int]:
+            own = guards()
+            return hook_ids() | ({h.id for h in own._handles} if own is not None else set())
+
+        return ids
+
+    def detach(self) -> None:
+        """Removes every hook."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for guarded in self.modules:
+            guarded.__dict__.pop("__getstate__", None)
+
+
+class _Before:
+    """A hook that exposes the masters and otherwise does nothing, whatever it is called with."""
+
+    def __init__(self, expose: Callable[[], None]) -> None:
+        self._expose = expose
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._expose()
+
+
+# Hook dictionaries of nn.Module, each keyed by the id of the hook's handle.
+_HOOK_DICTS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+)
+
+
+class _State:
+    """Instance-level ``__getstate__``: what ``copy.deepcopy`` and ``pickle`` take of a module, with masters and without our hooks.
+
+    The copy is an ordinary module: nothing of ours comes along.
+    """
+
+    def __init__(self, module: nn.Module, expose: Callable[[], None], ids: Callable[[], set[int]]) -> None:
+        self._module = weakref.ref(module)
+        self._expose, self._ids = expose, ids
+
+    def __call__(self) -> Any:
+        module = self._module()
+        assert module is not None
+        self._expose()
+        own = getattr(type(module), "__getstate__", None)
+        custom = own is not None and own is not getattr(object, "__getstate__", None)
+        state = own(module) if custom else module.__dict__
+        if not isinstance(state, dict):
+            return state
+        state = copy.copy(state)
+        state.pop("__getstate__", None)
+        ids = self._ids()
+        for name in _HOOK_DICTS:
+            hooks = state.get(name)
+            if hooks and any(key in hooks for key in ids):
+                state[name] = type(hooks)((k, v) for k, v in hooks.items() if k not in ids)
+        return state
+
+
+class _OptimizerGuard:
+    """One process-wide hook before optimizer steps: models whose parameters the optimizer holds get their masters back."""
+
+    def __init__(self) -> None:
+        self._models: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+        self._handle: Any = None
+
+    def add(self, model: Any) -> None:
+        self._models[model] = None
+        if self._handle is None:
+            self._handle = register_optimizer_step_pre_hook(self._before_step)
+
+    def remove(self, model: Any) -> None:
+        self._models.pop(model, None)
+        if not self._models and self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        exposed = [model for model in list(self._models) if model.needs_exposing]
+        if not exposed:
+            return
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for model in exposed:
+            if not held.isdisjoint(model.parameter_ids):
+                model.expose()
+
+
+optimizer_guard = _OptimizerGuard()

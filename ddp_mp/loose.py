@@ -1,0 +1,144 @@
+"""Gradients that cannot be packed: sparse ones, and parameters whose memory is not dense or cannot be read.
+
+Each is a bucket of its own and goes through PyTorch's operations.  The class has the face of a bucket (``ddp_mp.buckets``) and
+that of ``_C.Gradients``, for its one row.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from .parameters import Managed
+
+
+class LooseGradients:
+    """One parameter, reduced by itself."""
+
+    def __init__(self, index: int, entry: Managed, row: int) -> None:
+        self.index = index
+        self.rows = [row]
+        self.params = [entry.param]
+        self.name = entry.name
+        self.sparse = entry.sparse
+        self.on_first: Callable[[int], None]  # set by the reducer
+        self.on_ready: Callable[[int], None]
+        self.active = False
+        self.refired = False
+        self.fires = 0
+        self._early = False
+        self._fired = False
+        self._launched = False
+        self._stash: torch.Tensor | None = None
+        self._synced: torch.Tensor | None = None  # the gradient that the last reduction left
+        self._local = False
+
+    # --- the face of _C.Gradients ------------------------------------------------------------------------------------
+
+    def fire(self) -> None:
+        """The gradient was accumulated."""
+        if not self.active:
+            self.on_first(0)
+        if self._launched:
+            raise RuntimeError(
+                "Expected to mark a variable ready only once. The gradient of parameter "
+                f"{self.name!r} arrived again after it had been reduced in this backward."
+            )
+        self.fires += 1
+        self.refired = self.refired or self._fired
+        if not self._fired:
+            self._fired = True
+            if self._early:
+                self.on_ready(0)
+
+    def begin(self, early: bool, fired_row: int = -1) -> int:
+        self.active, self._early = True, early
+        self.fires = 0 if fired_row != 0 else 1
+        param = self.params[0]
+        if fired_row == 0 or param.grad is None:
+            return 0
+        self._stash, param.grad = param.grad, None
+        self._local = self._stash is not self._synced
+        return 1
+
+    def unfired(self, bucket: int = 0) -> list[int]:
+        return [] if self._fired else [0]
+
+    def contributes(self) -> bytes:
+        return bytes([self._fired or (self._stash is not None and self._local)])
+
+    def end(self) -> None:
+        self.active = self._early = False
+
+    def reset(self) -> None:
+        self._fired = self._launched = self.refired = False
+
+    def set_launched(self, bucket: int = 0) -> None:
+        self._launched = True
+
+    def hook(self, row: int) -> Callable[[torch.Tensor], None]:
+        """The post-accumulate-grad hook; refers to its owner weakly, as the parameter would keep it alive."""
+        owner = weakref.ref(self)
+
+        def fire(_param: torch.Tensor) -> None:
+            gradients = owner()
+            if gradients is not None:
+                gradients.fire()
+
+        return fire
+
+    def abort(self) -> None:
+        param = self.params[0]
+        if self._stash is not None or self.active:
+            param.grad, self._stash = self._stash, None
+        self.end()
+        self.reset()
+
+    # --- the face of a bucket ----------------------------------------------------------------------------------------
+
+    def contribution(self, dtype: torch.dtype | None, divisor: float) -> torch.Tensor:
+        param = self.params[0]
+        grad, param.grad = param.grad, None
+        if grad is None:
+            out = self.zeros(dtype)
+        else:
+            wide = dtype or param.dtype
+            out = grad.coalesce().to(wide) if grad.is_sparse else grad.to(wide, copy=True).contiguous()
+        if self._stash is not None and self._local:
+            out = out + self._stash.to(out.dtype)
+        return out / divisor if divisor != 1 else out
+
+    def settle(self, reduced: torch.Tensor, divisor: float, used: bytes | None) -> None:
+        param = self.params[0]
+        stash, self._stash = self._stash, None
+        if used is not None and not used[0]:
+            param.grad = stash
+            return
+        value = (reduced / divisor if divisor != 1 else reduced).to(param.dtype)
+        param.grad = value if stash is None or self._local else stash + value
+        self._synced = param.grad
+
+    def keep_local(self) -> None:
+        param = self.params[0]
+        stash, self._stash = self._stash, None
+        grad = param.grad
+        if grad is None:
+            param.grad = stash
+            return
+        value = grad.to(param.dtype)
+        param.grad = None
+        param.grad = value if stash is None else stash + value
+        self._synced = None
+
+    def zeros(self, dtype: torch.dtype | None) -> torch.Tensor:
+        param = self.params[0]
+        layout = torch.sparse_coo if self.sparse else torch.strided
+        return torch.zeros(param.shape, dtype=dtype or param.dtype, device=param.device, layout=layout)
+
+    def forget(self) -> None:
+        return
+
+    def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        return [flat]

@@ -1,0 +1,318 @@
+"""The low-precision copies: their memory, and the switch of ``.data`` between masters and copies.
+
+One :class:`_Group` a device holds an engine of the C extension, which owns the plan and does the work; this file decides
+when memory is allocated, reused, released or left to a graph that still needs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from . import _C
+from .options import Options
+from .parameters import Managed
+
+DTYPE_NAME = {
+    torch.float64: "float64",
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
+
+
+class Replaced(Exception):
+    """A module holds another parameter object than the plan knows: the plan must be built again."""
+
+
+class _Arenas:
+    """One set of copies of one device: an arena a bucket, and a view of it a row.
+
+    Autograd may keep views of an arena for backward, so memory is only given back while nobody but this object refers to
+    it, and is otherwise left to those who do.
+    """
+
+    def __init__(self, rows: Sequence[Managed], engine: _C.Engine, dtype: torch.dtype, device: torch.device) -> None:
+        self.bytes = [nbytes for _, _, nbytes in engine.buckets]
+        self.arenas = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in self.bytes]
+        self.lows = [
+            _view_like(row.param, self.arenas[bucket], offset, dtype)
+            for row, (bucket, offset) in zip(rows, engine.rows, strict=True)
+        ]
+        self._storages = [arena.untyped_storage() for arena in self.arenas]
+        self._owners = [_owners(storage) for storage in self._storages]
+        self.allocated = True
+
+    def allocate(self) -> None:
+        for storage, nbytes in zip(self._storages, self.bytes, strict=True):
+            storage.resize_(nbytes)
+        self.allocated = True
+
+    def release(self) -> bool:
+        """Frees the memory and returns True, or returns False when somebody else still refers to some of it."""
+        if any(_owners(s) != n for s, n in zip(self._storages, self._owners, strict=True)):
+            return False
+        for storage in self._storages:
+            storage.resize_(0)
+        self.allocated = False
+        return True
+
+
+def _owners(storage: torch.UntypedStorage) -> int:
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def _view_like(param: torch.Tensor, arena: torch.Tensor, offset: int, dtype: torch.dtype) -> torch.Tensor:
+    """The part of ``arena`` at ``offset`` bytes, with the type ``dtype`` and the shape and strides of ``param``."""
+    nbytes = param.numel() * dtype.itemsize
+    flat = arena[offset : offset + nbytes].view(dtype)
+    return flat.as_strided(param.shape, param.stride())
+
+
+class Copies:
+    """One generation of copies over all devices.  A forward's graph belongs to the generation it was computed with."""
+
+    def __init__(self, arenas: list[_Arenas]) -> None:
+        self.arenas = arenas
+
+    @property
+    def allocated(self) -> bool:
+        return all(a.allocated for a in self.arenas)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of low-precision memory held now."""
+        return sum(sum(a.bytes) for a in self.arenas if a.allocated)
+
+
+class _Group:
+    """The parameters of one device that the engine can read, and their masters."""
+
+    def __init__(self, rows: list[Managed], dtype: torch.dtype, options: Options) -> None:
+        self.rows, self.dtype = rows, dtype
+        self.device = rows[0].param.device
+        self.masters = [row.param.data for row in rows]
+        self.shapes = [row.param.shape for row in rows]
+        sites = [(home, key, index) for index, row in enumerate(rows) for home, key in row.sites]
+        self.engine = _C.Engine(
+            [row.param for row in rows],
+            [row.name for row in rows],
+            sites,
+            DTYPE_NAME[dtype],
+            options.first_bucket_bytes,
+            options.bucket_bytes,
+        )
+
+    def new_arenas(self) -> _Arenas:
+        with torch.inference_mode(False), torch.no_grad():
+            return _Arenas(self.rows, self.engine, self.dtype, self.device)
+
+    def bind(self, arenas: _Arenas) -> None:
+        self.engine.bind(self.masters, arenas.lows, arenas.arenas)
+
+    def begin(self) -> None:
+        """Casts and switches to the copies; takes up masters that moved.  Raises Replaced, or by name for a wrong shape."""
+        status = self.engine.begin()
+        if status == _C.MOVED:
+            self._take_up(self.engine.moved())
+            status = self.engine.begin()
+        if status != _C.UNCHANGED:
+            raise Replaced
+
+    def _take_up(self, moved: list[int]) -> None:
+        for index in moved:
+            row = self.rows[index]
+            if row.param.shape != self.shapes[index]:
+                raise ValueError(
+                    f"parameter {row.name!r}: expected shape {tuple(self.shapes[index])}, found {tuple(row.param.shape)}; "
+                    "DistributedDataParallel cannot take another shape: wrap the module again"
+                )
+        for index in moved:
+            row, old = self.rows[index], self.masters[index]
+            if row.param.dtype is not old.dtype or row.param.stride() != old.stride() or row.param.device != old.device:
+                raise Replaced  # another type, layout or device: the plan is built anew
+            self.masters[index] = row.param.data
+            self.engine.rebind_master(index, self.masters[index])
+
+
+class _Fallback:
+    """Parameters that the engine cannot read (gapped or overlapping memory, tensor subclasses): cast by PyTorch, one by one."""
+
+    def __init__(self, rows: list[Managed], dtype: torch.dtype) -> None:
+        self.rows, self.dtype = rows, dtype
+        self.masters: list[torch.Tensor] | None = None
+        self.casts = 0
+
+    def check(self) -> None:
+        if any(home.get(key) is not row.param for row in self.rows for home, key in row.sites):
+            raise Replaced
+
+    def lower(self) -> None:
+        if self.masters is not None:
+            return
+        self.masters = [row.param.data for row in self.rows]
+        for row, master in zip(self.rows, self.masters, strict=True):
+            row.param.data = master.to(self.dtype)
+            self.casts += 1
+
+    def restore(self) -> None:
+        masters, self.masters = self.masters, None
+        if masters is not None:
+            for row, master in zip(self.rows, masters, strict=True):
+                row.param.data = master
+
+
+def _readable(param: torch.Tensor) -> bool:
+    """Whether the engine can read this parameter's memory directly."""
+    try:
+        return bool(_C.describe(param)["dense"])
+    except BufferError:
+        return False
+
+
+class LowPrecision:
+    """All copies of one wrapped module.  Not thread-safe beyond what the GIL gives: one module trains in one thread at a time."""
+
+    def __init__(self, rows: Sequence[Managed], dtype: torch.dtype | None, options: Options) -> None:
+        cast = [r for r in rows if dtype is not None and r.floating and r.param.dtype is not dtype]
+        readable = [r for r in cast if _readable(r.param)]
+        by_device: dict[torch.device, list[Managed]] = {}
+        for row in readable:
+            by_device.setdefault(row.param.device, []).append(row)
+        self.rows = cast
+        self.groups = [_Group(g, dtype, options) for g in by_device.values()] if dtype is not None else []
+        taken = {id(r) for r in readable}
+        left = [r for r in cast if id(r) not in taken]
+        self.fallback = _Fallback(left, dtype) if left and dtype is not None else None
+        self.copies: Copies | None = None
+        self.epoch = 0  # grows at every switch from masters to copies: a graph's gradient accumulators belong to one epoch
+        self.stale = False  # the masters may have changed behind the copies
+        self.casts = 0  # forwards that cast the masters
+        self.reused = 0  # forwards that found the copies in place
+
+    @property
+    def is_low(self) -> bool:
+        """Whether any parameter is its low-precision copy now."""
+        fallback = self.fallback is not None and self.fallback.masters is not None
+        return fallback or any(group.engine.is_low for group in self.groups)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of low-precision memory held now."""
+        return 0 if self.copies is None else self.copies.nbytes
+
+    def enter(self, live: bool) -> None:
+        """Parameters become fresh copies of the masters.  ``live``: a graph still needs the present copies.
+
+        When the parameters are copies already, and nothing said that the masters changed, nothing is done.
+        On any error all parameters are masters again.
+        """
+        if self.is_low:
+            if not self.stale:
+                self.reused += 1
+                return
+            self.switch_back()
+        if self.fallback is not None:
+            self.fallback.check()
+        with self._masters_on_error():
+            self._begin(None if live else self.copies)
+        self.stale = False
+
+    def enter_again(self, copies: Copies) -> None:
+        """For a backward: parameters become the very copies that its forward used; cast again where their memory is gone."""
+        if self.is_low and self.copies is copies:
+            return
+        self.switch_back()
+        with self._masters_on_error():
+            if copies is self.copies and copies.allocated:
+                self._lower()
+            elif copies.allocated:
+                self._bind(copies)
+                self._lower()
+            else:
+                self._begin(copies)
+
+    def leave(self, live: bool) -> None:
+        """Parameters become masters; memory is given back unless ``live`` says that a graph still needs it.
+
+        The current stream waits for the casts first, so that an optimizer may write the masters and the allocator may
+        reuse the memory in stream order.
+        """
+        self.wait()
+        self.switch_back()
+        if not live:
+            self.release()
+
+    def switch_back(self) -> None:
+        """``.data`` of every parameter becomes its master.  Goes on past errors and raises the first."""
+        first: BaseException | None = None
+        for restore in [g.engine.restore for g in self.groups] + ([self.fallback.restore] if self.fallback else []):
+            try:
+                restore()
+            except BaseException as error:  # every group must come back, whatever happens to one
+                first = first or error
+        if first is not None:
+            raise first
+
+    def release(self) -> None:
+        """Gives the memory of the present copies back, or leaves it to the graphs that still refer to it."""
+        if self.copies is not None and self.copies.allocated:
+            kept = [arenas.release() for arenas in self.copies.arenas]
+            if not all(kept):
+                self.copies = None
+
+    def wait(self) -> None:
+        """The current stream waits for all casts."""
+        for group in self.groups:
+            group.engine.wait()
+
+    def _begin(self, copies: Copies | None) -> None:
+        if copies is None:
+            copies = Copies([group.new_arenas() for group in self.groups])
+        if copies is not self.copies:
+            self._bind(copies)
+        for arenas in copies.arenas:
+            if not arenas.allocated:
+                arenas.allocate()
+        for group in self.groups:
+            group.begin()
+        self._lower_fallback()
+        self.casts += 1
+
+    def _bind(self, copies: Copies) -> None:
+        for group, arenas in zip(self.groups, copies.arenas, strict=True):
+            group.bind(arenas)
+        self.copies = copies
+
+    def _lower(self) -> None:
+        for group in self.groups:
+            group.engine.lower()
+        self._lower_fallback()
+
+    def _lower_fallback(self) -> None:
+        if self.fallback is not None:
+            self.fallback.lower()
+        self.epoch += 1
+
+    @contextlib.contextmanager
+    def _masters_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.switch_back()
+            raise
+
+    def counters(self) -> dict[str, int]:
+        """Sums of the engines' counters."""
+        total: dict[str, int] = {}
+        for group in self.groups:
+            for key, value in group.engine.counters().items():
+                total[key] = total.get(key, 0) + value
+        return total
+
+    def streams(self) -> dict[torch.device, Any]:
+        """The private stream of each device that has one."""
+        return {g.device: g.engine.native_stream for g in self.groups if g.engine.native_stream is not None}

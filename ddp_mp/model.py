@@ -1,0 +1,170 @@
+"""One patched model: builds the parts, connects them, and builds them anew when the module's parameters are others."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
+
+from . import native
+from .backward import Backward
+from .comm import Communicator
+from .forward import Forward
+from .guards import Guards, optimizer_guard
+from .low import LowPrecision
+from .options import Options
+from .parameters import Managed, managed_parameters
+from .reducer import Reducer
+from .standin import LoggerStandIn, ReducerStandIn
+
+
+class PatchedModel:
+    """What ``patch`` puts into a wrapper with ``hooks="all"``.
+
+    The wrapper owns it; module hooks refer to it weakly, so that it goes with the wrapper.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, precision: _MixedPrecision, options: Options) -> None:
+        self.precision, self.options = precision, options
+        self._ddp = weakref.ref(ddp)
+        self._module: nn.Module = ddp.module
+        self.comm = Communicator(ddp.process_group)
+        self.comm.hook = native.user_hook(ddp)
+        self.built_with: _MixedPrecision | None = None  # what the wrapper's constructor was given
+        self.overrides = native.Overrides(ddp)
+        self.dirty = False  # a parameter or module was registered inside the module
+        self.rebuilds = 0
+        self.rows = managed_parameters(self._module, ddp.parameters_to_ignore)
+        self.low = LowPrecision(self.rows, precision.param_dtype, options)
+        self.backward = Backward(self.low, ddp.static_graph)
+        self.reducer = self._new_reducer(ddp)
+        self.backward.reducer = self.reducer
+        self.forward = Forward(self._module, self.low, self.backward, self._prepare)
+        self.guards = Guards(self._module, self.rows, self.expose, lambda: self.forward.hook_ids)
+        optimizer_guard.add(self)
+
+    # --- state that others ask for -----------------------------------------------------------------------------------
+
+    def wrapper(self) -> DistributedDataParallel | None:
+        """The wrapper, while it lives."""
+        return self._ddp()
+
+    @property
+    def needs_exposing(self) -> bool:
+        """Whether masters are not in place now."""
+        return self.low.is_low
+
+    @property
+    def parameter_ids(self) -> set[int]:
+        """``id`` of every managed parameter."""
+        return {id(row.param) for row in self.rows}
+
+    def expose(self) -> None:
+        """Masters in place, unless a backward is under way."""
+        self.backward.expose()
+
+    # --- parts -------------------------------------------------------------------------------------------------------
+
+    def stand_in(self, ddp: DistributedDataParallel, logger: LoggerStandIn) -> None:
+        """Takes the place of the wrapper's reducer and logger."""
+        ddp.logger = logger
+        ddp.reducer = ReducerStandIn(self.reducer, self.backward, self.comm, self._any_unused)
+
+    def detach(self) -> None:
+        """Masters in place, and nothing of ours left on the module or its parameters."""
+        self.expose()
+        self.low.switch_back()
+        self.low.release()
+        self.forward.detach()
+        self.guards.detach()
+        self.reducer.detach()
+        optimizer_guard.remove(self)
+
+    def _any_unused(self) -> bool:
+        ddp = self._ddp()
+        return ddp is not None and bool(ddp.find_unused_parameters or ddp.static_graph)
+
+    def _new_reducer(self, ddp: DistributedDataParallel) -> Reducer:
+        precision = self.precision
+        backward = weakref.ref(self.backward)
+
+        def on_late() -> None:
+            alive = backward()
+            if alive is not None:
+                alive.late()
+
+        def on_error() -> None:
+            alive = backward()
+            if alive is not None:
+                alive.error()
+
+        return Reducer(
+            [row for row in self.rows if row.param.requires_grad],
+            self.comm,
+            precision.reduce_dtype or precision.param_dtype,
+            native.bucket_caps(ddp),
+            on_late,
+            on_error,
+        )
+
+    # --- the plan follows the module ---------------------------------------------------------------------------------
+
+    def _prepare(self, replaced: bool) -> bool:
+        """Before a forward: builds the plan anew when the module holds other parameters than it did.
+
+        Returns whether the parameters are to be cast: not while plain tensors stand in for them (``functional_call``).
+        """
+        if not (replaced or self.dirty):
+            return True
+        ddp = self._ddp()
+        if ddp is None or self._has_stand_ins():
+            return False
+        rows = managed_parameters(self._module, ddp.parameters_to_ignore)
+        if replaced or [id(r.param) for r in rows] != [id(r.param) for r in self.rows]:
+            self._check_same_model(rows)
+            self._rebuild(ddp, rows)
+        self.dirty = False
+        return True
+
+    def _has_stand_ins(self) -> bool:
+        present = (home.get(key) for row in self.rows for home, key in row.sites)
+        return any(isinstance(p, torch.Tensor) and not isinstance(p, nn.Parameter) for p in present)
+
+    def _check_same_model(self, rows: list[Managed]) -> None:
+        known = {row.name: row for row in self.rows}
+        for row in rows:
+            old = known.get(row.name)
+            if old is None and row.param.requires_grad:
+                raise RuntimeError(
+                    f"parameter {row.name!r} was added after DistributedDataParallel was built, so that its gradient would "
+                    "not be reduced; wrap the module again"
+                )
+            if old is not None and old.param.shape != row.param.shape:
+                raise ValueError(
+                    f"parameter {row.name!r}: expected shape {tuple(old.param.shape)}, found {tuple(row.param.shape)}; "
+                    "DistributedDataParallel cannot take another shape: wrap the module again"
+                )
+
+    def _rebuild(self, ddp: DistributedDataParallel, rows: list[Managed]) -> None:
+        self.low.switch_back()
+        self.guards.detach()
+        self.reducer.detach()
+        self.rows = rows
+        self.low = LowPrecision(rows, self.precision.param_dtype, self.options)
+        self.reducer = self._new_reducer(ddp)
+        self.backward.replace(self.low, self.reducer)
+        self.forward.low = self.low
+        self.guards = Guards(self._module, rows, self.expose, lambda: self.forward.hook_ids)
+        self.stand_in(ddp, ddp.logger)
+        self.rebuilds += 1
+
+
+def model_of(ddp: Any) -> PatchedModel | None:
+    """The patched model of a wrapper, or None."""
+    found = getattr(ddp, "__dict__", {}).get("_ddp_mp")
+    return found if isinstance(found, PatchedModel) else None
+

@@ -1,0 +1,155 @@
+"""Everything that touches private parts of PyTorch's ``DistributedDataParallel``, for every version that is supported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import distributed as upstream
+
+from .standin import LoggerStandIn
+
+# Attributes that PyTorch's mixed precision leaves on a parameter and on the wrapper.
+_PARAM_ATTRIBUTES = ("_mp_param", "_fp_param", "_ddp_mp_hook_state")
+_DDP_ATTRIBUTES = ("_mp_stream", "_submodule_to_event")
+
+
+def refuse_unsupported(ddp: DistributedDataParallel) -> None:
+    """Raises RuntimeError, with what clashes and what to do, for a model that we would not train right."""
+    if getattr(ddp, "_use_python_reducer", False):
+        _refuse("torch._dynamo.config.optimize_ddp='python_reducer'", "set optimize_ddp to True or 'ddp_optimizer'")
+    if getattr(ddp, "_delay_all_reduce_params", None):
+        _refuse("delay_all_reduce_named_params", "build DistributedDataParallel without it")
+    if any(hasattr(p, "_in_backward_optimizers") for p in ddp.module.parameters()):
+        _refuse(
+            "an optimizer that runs inside backward (_apply_optimizer_in_backward)",
+            "call optimizer.step() after backward: masters are not in place before its end",
+        )
+
+
+def _refuse(what: str, instead: str) -> None:
+    raise RuntimeError(f"ddp_mp.patch: {what} does not work together with ddp_mp; {instead}, or leave the model unpatched")
+
+
+def bucket_caps(ddp: DistributedDataParallel) -> list[int]:
+    """Byte limits of the gradient buckets as the wrapper was asked for them; the last one holds for all that follow."""
+    listed = list(getattr(ddp, "bucket_bytes_cap_list", []) or [])
+    if listed:
+        return listed
+    cap = int(ddp.bucket_bytes_cap)
+    first = int(dist._DEFAULT_FIRST_BUCKET_BYTES) if getattr(ddp, "bucket_bytes_cap_default", False) else cap
+    return [min(first, cap), cap]
+
+
+def user_hook(ddp: DistributedDataParallel) -> tuple[Any, Any] | None:
+    """(hook, state) of the communication hook that the user registered, if any; PyTorch's own is not one."""
+    for hook, state in getattr(ddp, "_comm_hooks", []):
+        if getattr(hook, "__name__", "") != "_reducer_allreduce_and_upcast_hook":
+            return hook, state
+    return None
+
+
+def builtin_hook(kind: Any) -> Any:
+    """The Python hook that does what one of the reducer's built-in hooks does."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    hooks = {
+        dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+        dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+    }
+    return hooks[kind]
+
+
+def strip(ddp: DistributedDataParallel) -> LoggerStandIn:
+    """Takes PyTorch's mixed precision and its reducer off the wrapper, masters in place.
+
+    Returns the stand-in for the wrapper's logger; the caller puts a reducer in place.
+    """
+    restore_masters(ddp)
+    remove_hooks(ddp, upstream.DistributedDataParallel._root_copy_hook)
+    remove_hooks(ddp, upstream.DistributedDataParallel._module_wait_for_copy_hook)
+    for param in ddp.module.parameters():
+        for name in _PARAM_ATTRIBUTES:
+            param.__dict__.pop(name, None)
+    for name in _DDP_ATTRIBUTES:
+        ddp.__dict__.pop(name, None)
+    ddp._remove_autograd_hooks()
+    data = ddp.logger._get_ddp_logging_data() if ddp.logger is not None else None
+    return LoggerStandIn(dict(data.strs_map), dict(data.ints_map)) if data is not None else LoggerStandIn({}, {})
+
+
+def restore_masters(ddp: DistributedDataParallel) -> None:
+    """Masters in place after PyTorch's own hooks, and what they hold on the gradient accumulators gone."""
+    for param in ddp.module.parameters():
+        state = getattr(param, "_ddp_mp_hook_state", None)
+        if state is not None:
+            state[1].remove()
+        low = getattr(param, "_mp_param", None)
+        if low is not None and param.dtype is low.dtype and param.dtype is not param._fp_param.dtype:
+            param.data = param._fp_param
+            if param.grad is not None:
+                param.grad.data = param.grad.to(param.dtype)
+
+
+def remove_hooks(ddp: DistributedDataParallel, function: Any) -> list[nn.Module]:
+    """Removes forward pre-hooks that are this method of this wrapper; returns the modules that had one."""
+    found = []
+    for module in ddp.module.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if getattr(hook, "__func__", None) is function and getattr(hook, "__self__", None) is ddp:
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+                found.append(module)
+    return found
+
+
+def equip(ddp: DistributedDataParallel) -> None:
+    """Gives the wrapper PyTorch's own reducer again.  Local: no collective.  As ``DDP.__setstate__`` does."""
+    parameters, expect_sparse = ddp._build_params_for_reducer()
+    names = ddp._build_debug_param_to_name_mapping(parameters)
+    ddp._ddp_init_helper(parameters, expect_sparse, names, ddp.static_graph)
+    ddp._has_rebuilt_buckets = False
+    if ddp.static_graph:
+        ddp._static_graph_delay_allreduce_enqueued = False
+        ddp.reducer._set_static_graph()
+        ddp.logger._set_static_graph()
+
+
+def equip_mixed_precision(ddp: DistributedDataParallel) -> None:
+    """Gives the wrapper PyTorch's own mixed precision, as its constructor does."""
+    from torch.distributed.algorithms.ddp_comm_hooks import mixed_precision_hooks as hooks
+
+    precision = ddp.mixed_precision
+    upstream._setup_mixed_precision_params(precision, ddp.module)
+    ddp._mp_stream = torch.Stream()
+    ddp._submodule_to_event = upstream.defaultdict(upstream.deque)
+    ddp.module.register_forward_pre_hook(ddp._root_copy_hook, prepend=False, with_kwargs=True)
+    for module in ddp.module.modules():
+        module.register_forward_pre_hook(ddp._module_wait_for_copy_hook, prepend=False, with_kwargs=True)
+    state = hooks._AllreduceUpcastHookState(ddp_weakref=upstream.weakref.ref(ddp), upcast_stream=torch.Stream())
+    type(ddp).register_comm_hook(ddp, state, hooks._reducer_allreduce_and_upcast_hook)
+    ddp.reducer._set_mixed_precision_param_dtype(precision.param_dtype)
+
+
+class Overrides:
+    """Methods of the wrapper that are replaced on the instance while it is patched."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = ddp
+        self._names: list[str] = []
+
+    def set(self, name: str, function: Any) -> None:
+        self._ddp.__dict__[name] = function
+        self._names.append(name)
+
+    def remove(self) -> None:
+        for name in self._names:
+            self._ddp.__dict__.pop(name, None)
+        self._names = []
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._names)

@@ -1,0 +1,104 @@
+"""What a user chooses: the precisions and the options, validated where they are built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.nn.parallel.distributed import _MixedPrecision
+
+#: Element types that parameters, gradients and buffers can be cast to.
+FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class MixedPrecision(_MixedPrecision):
+    """The three precisions of a model, accepted wherever PyTorch's own ``_MixedPrecision`` is.
+
+    Args:
+        param_dtype: floating type that forward and backward compute in; ``None``: parameters are not cast.
+        reduce_dtype: floating type that gradients are reduced in; ``None``: ``param_dtype``, or each parameter's own type
+            when that is ``None`` too (as in FSDP2's policy).
+        buffer_dtype: floating type of floating-point buffers; ``None``: buffers are left alone.  Integer, boolean and
+            complex buffers are always left alone.
+
+    Raises:
+        TypeError: a field is neither a ``torch.dtype`` nor ``None``.
+        ValueError: a field is not one of float64, float32, bfloat16, float16.
+    """
+
+    def __init__(
+        self,
+        param_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        buffer_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(param_dtype=param_dtype, reduce_dtype=reduce_dtype, buffer_dtype=buffer_dtype)
+        validate_precision(self)
+
+
+def validate_precision(precision: _MixedPrecision) -> _MixedPrecision:
+    """Returns its argument when every field names a type that can be cast to; raises as :class:`MixedPrecision` does."""
+    if not isinstance(precision, _MixedPrecision):
+        raise TypeError(
+            f"mixed_precision: expected ddp_mp.MixedPrecision or PyTorch's _MixedPrecision, found {type(precision).__name__}"
+        )
+    for field in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+        value = getattr(precision, field)
+        if value is None:
+            continue
+        if not isinstance(value, torch.dtype):
+            raise TypeError(f"{field}: expected a torch.dtype or None, found {value!r}")
+        if value not in FLOATING:
+            raise ValueError(f"{field}: expected float64, float32, bfloat16, float16 or None, found {value}")
+    return precision
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the casts are done.  Every combination gives the same numbers; only cost differs.
+
+    Attributes:
+        hooks: ``"all"`` replaces PyTorch's three mixed-precision hooks; ``"root"`` replaces only the root hook that casts
+            the parameters, and leaves PyTorch's wait hook and communication hook at work on top of it, with their defects.
+        wait: ``"root"`` lets the current stream wait for all casts where the root module's forward starts: right for every
+            model.  ``"module"`` waits for the first bucket there and for later buckets where the modules that own their
+            parameters are called, so that casts overlap the first layers; the modules are learned in the first forward,
+            and parameters of modules that were not called then are waited for at the root.
+        first_bucket_mb: size of the first cast bucket in MiB of low-precision memory, small so that the first layers start
+            early.
+        bucket_mb: size of the later cast buckets in MiB.
+    """
+
+    hooks: Literal["all", "root"] = "all"
+    wait: Literal["root", "module"] = "root"
+    first_bucket_mb: float = 1.0
+    bucket_mb: float = 25.0
+
+    def __post_init__(self) -> None:
+        _check_choice("hooks", self.hooks, ("all", "root"))
+        _check_choice("wait", self.wait, ("root", "module"))
+        _check_size("first_bucket_mb", self.first_bucket_mb)
+        _check_size("bucket_mb", self.bucket_mb)
+
+    @property
+    def first_bucket_bytes(self) -> int:
+        """``first_bucket_mb`` in bytes, at least 1."""
+        return max(1, int(self.first_bucket_mb * 2**20))
+
+    @property
+    def bucket_bytes(self) -> int:
+        """``bucket_mb`` in bytes, at least 1."""
+        return max(1, int(self.bucket_mb * 2**20))
+
+
+def _check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"Options.{field}: expected one of {', '.join(map(repr, choices))}, found {value!r}")
+
+
+def _check_size(field: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"Options.{field}: expected a number of MiB, found {value!r}")
+    if not 0 < value < 2**40:
+        raise ValueError(f"Options.{field}: expected a positive finite number of MiB, found {value!r}")

@@ -1,0 +1,72 @@
+"""Which parameters of a wrapped module are managed, by what name, and where they are held."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from .options import FLOATING
+
+
+@dataclass
+class Managed:
+    """One parameter of the wrapped module that DDP does not ignore.
+
+    ``sites`` are the places that hold it: (``module._parameters``, key) of every module, more than one when weights are tied.
+    """
+
+    name: str
+    param: nn.Parameter
+    sites: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    sparse: bool = False  # its gradient is a sparse tensor (nn.Embedding(sparse=True))
+
+    @property
+    def floating(self) -> bool:
+        return self.param.dtype in FLOATING
+
+
+def managed_parameters(module: nn.Module, ignored: set[str]) -> list[Managed]:
+    """Every parameter of ``module`` that DDP manages, once each, in registration order (close to forward order).
+
+    ``ignored`` are names as ``DistributedDataParallel.parameters_to_ignore`` holds them.
+    """
+    found: dict[int, Managed] = {}
+    skipped: set[int] = set()
+    for path, owner in module.named_modules():
+        for key, param in owner._parameters.items():
+            if param is None or id(param) in skipped:
+                continue
+            name = f"{path}.{key}" if path else key
+            if name in ignored or getattr(param, "_ddp_ignored", False):
+                skipped.add(id(param))
+                found.pop(id(param), None)
+                continue
+            if not isinstance(param, nn.Parameter):
+                continue  # a tensor that stands in for a parameter, as functional_call puts it there
+            entry = found.setdefault(id(param), Managed(name, param))
+            entry.sites.append((owner._parameters, key))
+            entry.sparse = entry.sparse or (
+                isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and bool(owner.sparse) and key == "weight"
+            )
+    return list(found.values())
+
+
+def floating_buffers(module: nn.Module, ignored: set[str]) -> list[tuple[str, torch.Tensor]]:
+    """(name, buffer) of every real floating-point buffer that DDP does not ignore, once each."""
+    return [
+        (name, buffer)
+        for name, buffer in module.named_buffers()
+        if buffer.dtype in FLOATING and name not in ignored and not getattr(buffer, "_ddp_ignored", False)
+    ]
+
+
+def cast_buffers(module: nn.Module, ignored: set[str], dtype: torch.dtype | None) -> None:
+    """Casts the floating-point buffers in place (``.data``), so that every reference to them follows."""
+    if dtype is None:
+        return
+    for _, buffer in floating_buffers(module, ignored):
+        if buffer.dtype is not dtype:
+            buffer.data = buffer.to(dtype)

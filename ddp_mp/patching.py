@@ -1,0 +1,336 @@
+"""The door: gives a ``DistributedDataParallel`` model our hooks, and takes them away again."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import weakref
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from torch.nn.modules import module as nn_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
+
+from . import native
+from .model import PatchedModel, model_of
+from .options import MixedPrecision, Options, validate_precision
+from .parameters import cast_buffers
+from .root import RootModel, root_of
+
+DDP = TypeVar("DDP", bound=DistributedDataParallel)
+
+
+def patch(ddp: DDP, *, mixed_precision: _MixedPrecision | None = None, options: Options | None = None) -> DDP:
+    """Gives ``ddp`` mixed precision that is right, in place.
+
+    Args:
+        ddp: a ``DistributedDataParallel`` model, at any time: new, between iterations, with or without ``mixed_precision=``.
+        mixed_precision: the precisions, for a model that was built without them or should get others.
+        options: see :class:`Options`.
+
+    Returns:
+        Its argument.  A model that is patched already, with the same arguments or none, is left as it is.
+
+    No collective is run, so ranks need not call it together; all ranks must patch before they train.  Gradients, optimizer
+    state and parameter objects stay as they are.  Not thread-safe on one model.
+
+    Raises:
+        TypeError: ``ddp`` is not a ``DistributedDataParallel`` model.
+        ValueError: the model has no mixed precision and none was given; or it is patched with other arguments.
+        RuntimeError: the model uses something that does not work with ddp_mp; the message says what, and what to do.
+
+    Example::
+
+        ddp = DistributedDataParallel(module)
+        ddp_mp.patch(ddp, mixed_precision=ddp_mp.MixedPrecision(torch.bfloat16, torch.float32))
+    """
+    if not isinstance(ddp, DistributedDataParallel):
+        raise TypeError(f"ddp_mp.patch: expected a DistributedDataParallel model, found {type(ddp).__name__}")
+    if options is not None and not isinstance(options, Options):
+        raise TypeError(f"ddp_mp.patch: options: expected ddp_mp.Options, found {type(options).__name__}")
+    present = _patched(ddp)
+    if present is not None:
+        _require_same(present, mixed_precision, options)
+        return ddp
+    precision = mixed_precision if mixed_precision is not None else ddp.mixed_precision
+    if precision is None:
+        raise ValueError(
+            "ddp_mp.patch: this model has no mixed precision. Either build it with DistributedDataParallel(..., "
+            "mixed_precision=ddp_mp.MixedPrecision(...)), or call ddp_mp.patch(ddp, mixed_precision=ddp_mp.MixedPrecision(...))"
+        )
+    validate_precision(precision)
+    native.refuse_unsupported(ddp)
+    chosen = options or Options()
+    if chosen.hooks == "root":
+        RootModel.install(ddp, precision, chosen)
+    else:
+        _patch_all(ddp, precision, chosen)
+    return ddp
+
+
+def _patch_all(ddp: DistributedDataParallel, precision: _MixedPrecision, options: Options) -> None:
+    _take_over(ddp)
+    built_with = ddp.__dict__.get("_ddp_mp_built_with", ddp.mixed_precision)
+    hook = native.user_hook(ddp)
+    logger = native.strip(ddp)
+    try:
+        ddp.mixed_precision = precision
+        model = PatchedModel(ddp, precision, options)
+    except BaseException:
+        ddp.mixed_precision = None
+        native.equip(ddp)
+        raise
+    model.comm.hook = hook
+    model.built_with = built_with
+    ddp.__dict__["_ddp_mp"] = model
+    model.stand_in(ddp, logger)
+    _override(ddp, model)
+    cast_buffers(ddp.module, ddp.parameters_to_ignore, precision.buffer_dtype)
+    registrations.watch(ddp.module, model)
+
+
+def _take_over(ddp: DistributedDataParallel) -> None:
+    """The module may be patched through another wrapper: the newest wrapper owns it."""
+    for owner in registrations.owners(ddp.module):
+        other = owner.wrapper()
+        if other is not None and other is not ddp:
+            unpatch(other)
+
+
+def _override(ddp: DistributedDataParallel, model: PatchedModel) -> None:
+    """Methods of the wrapper that would hand our reducer to PyTorch's C++ code."""
+    model.overrides = native.Overrides(ddp)
+    model.overrides.set("register_comm_hook", functools.partial(_register_comm_hook, model))
+    model.overrides.set("_register_builtin_comm_hook", functools.partial(_register_builtin_comm_hook, model))
+    model.overrides.set("_register_fused_optim", _register_fused_optim)
+    model.overrides.set("__getstate__", functools.partial(_getstate, model))
+
+
+def _register_comm_hook(model: PatchedModel, state: object, hook: Any) -> None:
+    """``register_comm_hook`` of a patched wrapper: the hook runs on the packed buckets, in ``reduce_dtype``."""
+    ddp = model.wrapper()
+    assert ddp is not None
+    ddp._check_comm_hook(hook)
+    if model.comm.hook is not None:
+        present = getattr(model.comm.hook[0], "__qualname__", model.comm.hook[0])
+        raise RuntimeError(f"register_comm_hook: the communication hook {present} is registered already; only one can be")
+    ddp.logger._set_comm_hook_name(getattr(hook, "__qualname__", type(hook).__name__))
+    ddp._comm_hooks.append((hook, state))
+    model.comm.hook = (hook, state)
+
+
+def _register_builtin_comm_hook(model: PatchedModel, kind: Any) -> None:
+    ddp = model.wrapper()
+    assert ddp is not None
+    _register_comm_hook(model, ddp.process_group, native.builtin_hook(kind))
+
+
+def _register_fused_optim(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        "ddp_mp does not work with _register_fused_optim: an optimizer that runs inside backward would step low-precision "
+        "copies. Call optimizer.step() after backward, or ddp_mp.unpatch(ddp) first."
+    )
+
+
+def _getstate(model: PatchedModel) -> Any:
+    """What ``copy.deepcopy`` and ``pickle`` take of a patched wrapper: a full-precision one, without us."""
+    ddp = model.wrapper()
+    assert ddp is not None
+    model.expose()
+    state = type(ddp).__getstate__(ddp)
+    for name in ["_ddp_mp", "_ddp_mp_built_with", *model.overrides.names]:
+        state.pop(name, None)
+    state["mixed_precision"] = None
+    state["_comm_hooks"] = []
+    return state
+
+
+def unpatch(ddp: DDP) -> DDP:
+    """PyTorch's own hooks again, with masters in place; a model that is not patched is left as it is.
+
+    A model that was built with ``mixed_precision=`` has PyTorch's mixed precision afterwards; one that got it from
+    :func:`patch` is an ordinary full-precision model again.  Buffers keep the type they have.  A communication hook of the
+    user stays registered.  No collective is run.
+
+    Returns:
+        Its argument.
+    """
+    root = root_of(ddp)
+    if root is not None:
+        root.uninstall(ddp)
+        return ddp
+    model = model_of(ddp)
+    if model is None:
+        return ddp
+    model.detach()
+    registrations.forget(model)
+    model.overrides.remove()
+    del ddp.__dict__["_ddp_mp"]
+    hook = model.comm.hook
+    ddp.mixed_precision = model.built_with
+    ddp._comm_hooks = []
+    native.equip(ddp)
+    if model.built_with is not None and hook is None:
+        native.equip_mixed_precision(ddp)
+    elif hook is not None:
+        ddp.mixed_precision = None
+        ddp.register_comm_hook(hook[1], hook[0])
+    return ddp
+
+
+def is_patched(ddp: Any) -> bool:
+    """Whether :func:`patch` is in force on this model."""
+    return _patched(ddp) is not None
+
+
+def _patched(ddp: Any) -> PatchedModel | RootModel | None:
+    return model_of(ddp) or root_of(ddp)
+
+
+def _require_same(
+    present: PatchedModel | RootModel, precision: _MixedPrecision | None, options: Options | None
+) -> None:
+    if precision is not None and _fields(precision) != _fields(present.precision):
+        raise ValueError(f"ddp_mp.patch: the model is patched with {present.precision}; call ddp_mp.unpatch(ddp) first")
+    if options is not None and options != present.options:
+        raise ValueError(f"ddp_mp.patch: the model is patched with {present.options}; call ddp_mp.unpatch(ddp) first")
+
+
+def _fields(precision: _MixedPrecision) -> tuple[Any, Any, Any]:
+    return precision.param_dtype, precision.reduce_dtype, precision.buffer_dtype
+
+
+# --- models built later --------------------------------------------------------------------------------------------------
+
+
+class _Installation:
+    """What :func:`install` returns: a context manager that uninstalls at its end."""
+
+    def __enter__(self) -> _Installation:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        uninstall()
+
+
+_ORIGINAL = "_ddp_mp_original_init"
+
+
+def install(options: Options | None = None) -> _Installation:
+    """Every ``DistributedDataParallel`` built from now on with ``mixed_precision=`` is patched as it is built.
+
+    PyTorch's own mixed precision is never set up on such a model, so its constructor does not cast buffers either.  Models
+    built without ``mixed_precision=`` are left alone.  Calling it again replaces the options.  Works as a context manager.
+    Process-wide; not thread-safe against construction of models in other threads.
+    """
+    chosen = options or Options()
+    if not isinstance(chosen, Options):
+        raise TypeError(f"ddp_mp.install: options: expected ddp_mp.Options, found {type(options).__name__}")
+    original = DistributedDataParallel.__dict__.get(_ORIGINAL) or DistributedDataParallel.__init__
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(self, *args, **kwargs)
+        precision = bound.arguments.get("mixed_precision")
+        if precision is None:
+            original(self, *args, **kwargs)
+            return
+        validate_precision(precision)
+        if chosen.hooks == "all":
+            bound.arguments["mixed_precision"] = None
+        original(*bound.args, **bound.kwargs)
+        self.__dict__["_ddp_mp_built_with"] = precision
+        patch(self, mixed_precision=precision, options=chosen)
+
+    setattr(DistributedDataParallel, _ORIGINAL, original)
+    DistributedDataParallel.__init__ = __init__  # type: ignore[method-assign]
+    return _Installation()
+
+
+def uninstall() -> None:
+    """Ends :func:`install`.  Models that are patched stay patched."""
+    original = DistributedDataParallel.__dict__.get(_ORIGINAL)
+    if original is not None:
+        DistributedDataParallel.__init__ = original  # type: ignore[method-assign]
+        delattr(DistributedDataParallel, _ORIGINAL)
+
+
+# --- parameters in a state that is asked for -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def full_precision(ddp: DistributedDataParallel) -> Iterator[None]:
+    """Inside, every parameter is its full-precision master, whatever the state before.
+
+    A backward that comes later for an earlier forward switches to its copies again by itself.  The current stream is
+    ordered after all casts.
+    """
+    present = _patched(ddp)
+    if present is not None:
+        present.expose()
+    yield
+
+
+def masters_changed(ddp: DistributedDataParallel) -> None:
+    """Says that masters were written in a way that nothing can see: the next forward casts them again.
+
+    Needed only when that happens between a forward and the next one without anything that puts masters in place in between
+    (an optimizer step, loading, ``full_precision``).
+    """
+    model = model_of(ddp)
+    if model is not None:
+        model.low.stale = True
+    elif root_of(ddp) is None:
+        raise ValueError("ddp_mp.masters_changed: the model is not patched")
+
+
+class _Registrations:
+    """Learns of parameters and modules that are registered inside patched modules, by PyTorch's global hooks."""
+
+    def __init__(self) -> None:
+        self._watched: weakref.WeakKeyDictionary[Any, weakref.WeakSet[PatchedModel]] = weakref.WeakKeyDictionary()
+        self._handles: list[Any] = []
+
+    def watch(self, module: Any, model: PatchedModel) -> None:
+        for inner in module.modules():
+            self._watched.setdefault(inner, weakref.WeakSet()).add(model)
+        if not self._handles:
+            self._handles = [
+                nn_module.register_module_parameter_registration_hook(self._registered),
+                nn_module.register_module_module_registration_hook(self._registered),
+            ]
+
+    def forget(self, model: PatchedModel) -> None:
+        for inner, models in list(self._watched.items()):
+            models.discard(model)
+            if not models:
+                del self._watched[inner]
+        if not self._watched:
+            for handle in self._handles:
+                handle.remove()
+            self._handles = []
+
+    def owners(self, module: Any) -> set[PatchedModel]:
+        """Patched models that any part of ``module`` belongs to."""
+        return {model for inner in module.modules() for model in self._watched.get(inner, ())}
+
+    def _registered(self, module: Any, name: str, value: Any) -> None:
+        for model in self._watched.get(module, ()):
+            model.dirty = True
+
+
+registrations = _Registrations()
+
+__all__ = [
+    "MixedPrecision",
+    "full_precision",
+    "install",
+    "is_patched",
+    "masters_changed",
+    "patch",
+    "uninstall",
+    "unpatch",
+]

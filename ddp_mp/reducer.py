@@ -1,0 +1,337 @@
+"""Takes the gradients of a wrapped module from autograd to one reduction a bucket and back.
+
+PyTorch's reducer copies every low-precision gradient into a bucket, and every result back, one parameter at a time; it must
+also be told about a type that its buckets were not built for, which is where wrong first gradients come from.  This reducer
+packs a bucket with one launch, in the type that is reduced, and leaves full-precision gradients as views of that memory.
+Buckets are reduced in the order of their index on every rank, whatever order they become ready in.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from . import _C
+from .buckets import Bucket, PackedBucket, build
+from .comm import Communicator, GradBucket
+from .loose import LooseGradients
+from .parameters import Managed
+
+Source = _C.Gradients | LooseGradients
+
+
+class Reducer:
+    """Readiness, reduction and hand-over for the trainable parameters of one wrapped module.
+
+    Args:
+        entries: trainable parameters in registration order.
+        communicator: how a bucket is reduced.
+        reduce_dtype: the type that is reduced in; None: each parameter's own.
+        caps: byte limits of the buckets, see :func:`ddp_mp.buckets.assign`.
+        on_late: called when a gradient arrives while no backward is known to run.
+        on_error: called when a hook fails, before the error leaves it.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[Managed],
+        communicator: Communicator,
+        reduce_dtype: torch.dtype | None,
+        caps: Sequence[int],
+        on_late: Callable[[], None],
+        on_error: Callable[[], None],
+    ) -> None:
+        self.entries = list(entries)
+        self.comm = communicator
+        self.reduce_dtype = reduce_dtype
+        self.buckets = build(self.entries, caps, reduce_dtype)
+        self.any_unused = False  # parameters without a gradient are legal: find_unused_parameters or static_graph
+        self.open = False  # a synchronised round has begun and not every gradient has arrived
+        self.bytes_reduced = 0
+        self.reductions = 0
+        self._on_late, self._on_error = on_late, on_error
+        self._late_source: Source | None = None
+        self._late_row = -1
+        self._ready = [False] * len(self.buckets)
+        self._next = 0  # buckets before this one are launched
+        self._was_open = False
+        self._round = 0
+        self._out_of_step = False  # a round failed on this rank: other ranks may have gone on
+        self._pending: list[Any] = []
+        self._of_source: list[tuple[Source, list[Bucket]]] = self._watch()
+        self._handles = [
+            bucket.params[k].register_post_accumulate_grad_hook(hook)
+            for source, buckets in self._of_source
+            for bucket, k, hook in _hooks(source, buckets)
+        ]
+
+    # --- construction ------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> list[tuple[Source, list[Bucket]]]:
+        """Binds every bucket to what watches its gradients: one ``_C.Gradients`` a device, or itself."""
+        of_source: list[tuple[Source, list[Bucket]]] = []
+        packed: dict[torch.device, list[PackedBucket]] = {}
+        for bucket in self.buckets:
+            if isinstance(bucket, PackedBucket):
+                packed.setdefault(bucket.device, []).append(bucket)
+            else:
+                assert isinstance(bucket, LooseGradients)
+                bucket.on_first, bucket.on_ready = self._callbacks([bucket], lambda b=bucket: b)
+                of_source.append((bucket, [bucket]))
+        for group in packed.values():
+            of_source.append(self._watch_packed(group))
+        return of_source
+
+    def _watch_packed(self, group: list[PackedBucket]) -> tuple[Source, list[Bucket]]:
+        order = [row for bucket in group for row in bucket.rows]
+        local = {row: k for k, row in enumerate(order)}
+        found: list[_C.Gradients] = []
+        on_first, on_ready = self._callbacks(group, lambda: found[0])
+        gradients = _C.Gradients(
+            [self.entries[row].param for row in order],
+            [self.entries[row].name for row in order],
+            [[local[row] for row in bucket.rows] for bucket in group],
+            on_first,
+            on_ready,
+        )
+        found.append(gradients)
+        for k, bucket in enumerate(group):
+            bucket.gradients, bucket.local = gradients, k
+        return gradients, list(group)
+
+    def _callbacks(
+        self, group: Sequence[Bucket], source: Callable[[], Source]
+    ) -> tuple[Callable[[int], None], Callable[[int], None]]:
+        """on_first and on_ready of a source.  They hold the reducer weakly: it owns the source."""
+        owner = weakref.ref(self)
+        indices = [bucket.index for bucket in group]
+
+        def on_first(row: int) -> None:
+            reducer = owner()
+            if reducer is not None:
+                reducer._late(source(), row)
+
+        def on_ready(bucket: int) -> None:
+            reducer = owner()
+            if reducer is not None:
+                reducer._bucket_ready(indices[bucket])
+
+        return on_first, on_ready
+
+    def detach(self) -> None:
+        """Removes the hooks from the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    # --- a backward --------------------------------------------------------------------------------------------------
+
+    def begin(self, sync: bool, early: bool) -> None:
+        """A backward starts.  ``sync``: it is to be reduced; ``early``: buckets may be reduced before it ends."""
+        for source, _ in self._of_source:
+            row = self._late_row if source is self._late_source else -1
+            source.begin(sync and early, row)
+        self._late_source, self._late_row = None, -1
+        self._was_open = self.open
+        if sync:
+            self.upgrade()
+
+    def upgrade(self) -> None:
+        """The backward under way is to be reduced after all."""
+        if not self.open:
+            self._open()
+
+    def touched(self) -> bool:
+        """Whether any gradient has arrived in the backward under way."""
+        return any(source.fires for source, _ in self._of_source)
+
+    def cancel(self) -> None:
+        """The backward accumulated no gradient: everything is as before it."""
+        for bucket in self.buckets:
+            bucket.keep_local()
+        for source, _ in self._of_source:
+            source.end()
+        if not self._was_open:
+            self._close()
+
+    def finish(self, sync: bool) -> bool:
+        """The backward is over and parameters are masters: reduces what is left and leaves full-precision gradients.
+
+        Returns whether the round is complete.  An incomplete one (some expected gradient is missing, and unused parameters
+        were not announced) waits for another backward; :meth:`require_closed` complains about it at the next forward.
+        """
+        used = None
+        complete = False
+        if sync:
+            complete = self.any_unused or not self._missing()
+            if complete:
+                while self._next < len(self.buckets):
+                    self._launch()
+            used = self._used() if complete else None
+        launched = self._settle(used)
+        for bucket in self.buckets:
+            if bucket.index not in launched:
+                bucket.keep_local()
+        for source, _ in self._of_source:
+            source.end()
+        if complete or not self.open:
+            self._close()
+        return complete
+
+    def abort(self) -> None:
+        """After an error, with masters in place: gradients become what they were before the backward."""
+        if self.open:
+            self._out_of_step = True
+        first = self._next - len(self._pending)
+        for bucket in self.buckets[first : self._next]:
+            bucket.forget()  # a collective under way may still write there
+        for source, _ in self._of_source:
+            source.abort()
+        self._close()
+
+    def require_closed(self) -> None:
+        """Raises as PyTorch's reducer does when the last synchronised round still lacks gradients."""
+        if not self.open:
+            return
+        names = [self.entries[row].name for row in self._missing()]
+        self._close()
+        raise RuntimeError(
+            "Expected to have finished reduction in the prior iteration before starting a new one. These parameters "
+            f"received no gradient in the last backward: {', '.join(names)}. If that is meant, build "
+            "DistributedDataParallel with find_unused_parameters=True; otherwise make sure that every output of the "
+            "module takes part in the loss."
+        )
+
+    def _open(self) -> None:
+        self._round += 1
+        if self._out_of_step:
+            self.comm.require_same_round(self._round, self.buckets)
+            self._out_of_step = False
+        self.open = True
+
+    def forget_round(self) -> None:
+        """The process group changed: what the last round left open is not waited for."""
+        self._close()
+
+    # --- ranks without input (Join) ----------------------------------------------------------------------------------
+
+    def zero_buckets(self) -> list[GradBucket]:
+        """What a rank without input contributes, in the order of reduction."""
+        last = len(self.buckets) - 1
+        return [GradBucket(b, b.zeros(self.reduce_dtype), b.index == last) for b in self.buckets]
+
+    def no_flags(self) -> torch.Tensor:
+        """The used flags of a rank without input."""
+        count = sum(len(bucket.params) for bucket in self.buckets)
+        return torch.zeros(count, dtype=torch.int32, device=self.buckets[0].params[0].device)
+
+    def refired(self) -> bool:
+        """Whether a gradient arrived more than once in the present round."""
+        return any(source.refired for source, _ in self._of_source)
+
+    # --- the order of reduction --------------------------------------------------------------------------------------
+
+    def _late(self, source: Source, row: int) -> None:
+        self._late_source, self._late_row = source, row
+        with _report(self._on_error):
+            self._on_late()
+
+    def _bucket_ready(self, index: int) -> None:
+        self._ready[index] = True
+        with _report(self._on_error):
+            while self._next < len(self.buckets) and self._ready[self._next]:
+                self._launch()
+
+    def _launch(self) -> None:
+        bucket = self.buckets[self._next]
+        last = self._next == len(self.buckets) - 1
+        before, after = self.comm.division(self.reduce_dtype or bucket.params[0].dtype)
+        buffer = bucket.contribution(self.reduce_dtype, before)
+        self._pending.append((self.comm.reduce(bucket, buffer, last), after))
+        self._source_of(bucket).set_launched(getattr(bucket, "local", 0))
+        self._next += 1
+        self.reductions += 1
+        self.bytes_reduced += buffer.numel() * buffer.element_size()
+
+    def _settle(self, used: dict[int, bytes] | None) -> set[int]:
+        done = set()
+        first = self._next - len(self._pending)
+        results = [(self.comm.wait(pending), after) for pending, after in self._pending]
+        for offset, (reduced, after) in enumerate(results):
+            bucket = self.buckets[first + offset]
+            bucket.settle(reduced, after, None if used is None else used[id(self._source_of(bucket))])
+            done.add(bucket.index)
+        self._pending = []
+        return done
+
+    def _source_of(self, bucket: Bucket) -> Source:
+        return bucket.gradients if isinstance(bucket, PackedBucket) else bucket  # type: ignore[return-value]
+
+    def _close(self) -> None:
+        for source, _ in self._of_source:
+            source.reset()
+        self._ready = [False] * len(self.buckets)
+        self._next = 0
+        self._pending = []
+        self.open = False
+
+    # --- unused parameters -------------------------------------------------------------------------------------------
+
+    def _missing(self) -> list[int]:
+        """Rows that are trainable and have had no gradient in this round."""
+        rows = []
+        for source, buckets in self._of_source:
+            for k, bucket in enumerate(buckets):
+                for local in source.unfired(k):
+                    position = source.position(local) if isinstance(bucket, PackedBucket) else 0
+                    if bucket.params[position].requires_grad:
+                        rows.append(bucket.rows[position])
+        return sorted(rows)
+
+    def _used(self) -> dict[int, bytes] | None:
+        """Flags of every source, by its id: whether any rank has a gradient for the row.  None: all have.
+
+        The flags are reduced after all buckets on every rank, so that ranks pair the same collectives.
+        """
+        local = {id(source): source.contributes() for source, _ in self._of_source}
+        if not self.any_unused:
+            # a parameter frozen after the model was wrapped has none on any rank, and keeps what it had
+            return local if any(0 in flags for flags in local.values()) else None
+        joined = b"".join(local.values())
+        total = self.comm.reduce_flags(joined, self.buckets[0].params[0].device)
+        out, offset = {}, 0
+        for key, flags in local.items():
+            out[key] = total[offset : offset + len(flags)]
+            offset += len(flags)
+        return out
+
+
+def _hooks(source: Source, buckets: list[Bucket]) -> list[tuple[Bucket, int, Callable[[torch.Tensor], None]]]:
+    """(bucket, position, hook) of every row of a source."""
+    out, row = [], 0
+    for bucket in buckets:
+        for position in range(len(bucket.params)):
+            out.append((bucket, position, source.hook(row)))
+            row += 1
+    return out
+
+
+class _report:
+    """Calls ``on_error`` when its block raises, and lets the error through."""
+
+    __slots__ = ("_on_error",)
+
+    def __init__(self, on_error: Callable[[], None]) -> None:
+        self._on_error = on_error
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is not None:
+            self._on_error()
+
+

@@ -1,0 +1,225 @@
+"""``hooks="root"``: only the root hook is ours; PyTorch's wait hook and communication hook work on top of it.
+
+What those two read keeps its meaning: ``ddp._submodule_to_event[module].popleft().wait(stream=...)``, ``param._mp_param`` (which
+owns its storage), ``param._fp_param`` and ``_free_storage(param._mp_param)``.  Their defects stay, too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
+
+from . import _C, native
+from .guards import Guards, optimizer_guard
+from .low import DTYPE_NAME
+from .options import Options
+from .parameters import Managed, managed_parameters
+
+
+class RootModel:
+    """The root hook of one wrapper."""
+
+    def __init__(self, ddp: DistributedDataParallel, precision: _MixedPrecision, options: Options) -> None:
+        self.precision, self.options = precision, options
+        self._ddp = weakref.ref(ddp)
+        self._module = ddp.module
+        self.casts = 0
+        self.rebuilds = 0
+        self._hooked: list[tuple[nn.Module, int, Any]] = []
+        self._plan(ddp)
+        self.guards = Guards(ddp.module, self.rows, self.expose, lambda: {key for _, key, _ in self._hooked})
+        optimizer_guard.add(self)
+
+    # --- put in place ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def install(cls, ddp: DistributedDataParallel, precision: _MixedPrecision, options: Options) -> None:
+        """Puts our hook where PyTorch's root hook is registered; sets PyTorch's mixed precision up where it is missing."""
+        if precision.param_dtype is None or precision.reduce_dtype is None:
+            raise ValueError("Options.hooks='root': PyTorch's own hooks need both param_dtype and reduce_dtype")
+        if ddp.mixed_precision is None:
+            native.restore_masters(ddp)
+            ddp.mixed_precision = precision
+            native.equip_mixed_precision(ddp)
+        native.restore_masters(ddp)
+        model = cls(ddp, precision, options)
+        function = type(ddp)._root_copy_hook
+        for key, hook in ddp.module._forward_pre_hooks.items():
+            if getattr(hook, "__func__", None) is function and getattr(hook, "__self__", None) is ddp:
+                model._hooked.append((ddp.module, key, hook))
+        for module, key, _ in model._hooked:
+            module._forward_pre_hooks[key] = _RootHook(model)
+        ddp.__dict__["_ddp_mp_root"] = model
+
+    def uninstall(self, ddp: DistributedDataParallel) -> None:
+        """PyTorch's root hook again, masters in place."""
+        self.expose()
+        for module, key, hook in self._hooked:
+            module._forward_pre_hooks[key] = hook
+        self.guards.detach()
+        optimizer_guard.remove(self)
+        ddp._submodule_to_event = native.upstream.defaultdict(native.upstream.deque)
+        del ddp.__dict__["_ddp_mp_root"]
+
+    def wrapper(self) -> DistributedDataParallel | None:
+        """The wrapper, while it lives."""
+        return self._ddp()
+
+    # --- the plan ----------------------------------------------------------------------------------------------------
+
+    def _plan(self, ddp: DistributedDataParallel) -> None:
+        dtype = self.precision.param_dtype
+        self.rows = [
+            row
+            for row in managed_parameters(ddp.module, ddp.parameters_to_ignore)
+            if row.floating and row.param.dtype is not dtype and _owns_storage(row)
+        ]
+        by_device: dict[torch.device, list[Managed]] = {}
+        for row in self.rows:
+            by_device.setdefault(row.param.device, []).append(row)
+        self.groups = [_RootGroup(rows, dtype, self.options) for rows in by_device.values()]
+        bucket_of = {id(row.param): (g, b) for g, group in enumerate(self.groups) for row, b in group.buckets()}
+        self._module_events = [
+            (module, max((bucket_of[id(p)] for p in module._parameters.values() if id(p) in bucket_of), default=(0, 0)))
+            for module in ddp.module.modules()
+        ]
+
+    # --- state that others ask for -----------------------------------------------------------------------------------
+
+    @property
+    def needs_exposing(self) -> bool:
+        """Whether any parameter is its low-precision copy now."""
+        return any(row.param.dtype is self.precision.param_dtype for row in self.rows)
+
+    @property
+    def parameter_ids(self) -> set[int]:
+        """``id`` of every parameter that is cast."""
+        return {id(row.param) for row in self.rows}
+
+    def expose(self) -> None:
+        """Masters in place, unless a backward is under way."""
+        if torch._C._current_graph_task_id() == -1:
+            for group in self.groups:
+                group.engine.reclaim()
+
+    # --- the hook ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Casts every parameter on the private stream, and fills the queues that PyTorch's wait hook empties."""
+        ddp = self._ddp()
+        if ddp is None or not self.groups:
+            return
+        for group in self.groups:
+            if not group.cast():
+                self.rebuilds += 1
+                self._plan(ddp)
+                self.run()
+                return
+        self.casts += 1
+        table = _C.EventTable()
+        events = [[group.engine.event(b) for b in range(group.bucket_count)] for group in self.groups]
+        for module, (g, b) in self._module_events:
+            table[module].append(events[g][b])
+        ddp._submodule_to_event = table
+
+
+class _RootGroup:
+    """The parameters of one device; each copy is the parameter's own ``_mp_param``."""
+
+    def __init__(self, rows: list[Managed], dtype: torch.dtype, options: Options) -> None:
+        self.rows, self.dtype = rows, dtype
+        sites = [(home, key, index) for index, row in enumerate(rows) for home, key in row.sites]
+        self.engine = _C.Engine(
+            [row.param for row in rows],
+            [row.name for row in rows],
+            sites,
+            DTYPE_NAME[dtype],
+            options.first_bucket_bytes,
+            options.bucket_bytes,
+        )
+        self.lows = [self._low(row) for row in rows]
+        self.masters = [row.param.data for row in rows]
+        self.bytes = [row.param.numel() * dtype.itemsize for row in rows]
+        self._storages = [low.untyped_storage() for low in self.lows]
+        for row, master in zip(rows, self.masters, strict=True):
+            row.param._fp_param = master
+        self.engine.bind(self.masters, self.lows, None)
+        self.bucket_count = len(self.engine.buckets)
+
+    def _low(self, row: Managed) -> torch.Tensor:
+        low = getattr(row.param, "_mp_param", None)
+        if low is None or low.dtype is not self.dtype or low.shape != row.param.shape:
+            low = torch.empty_like(row.param, dtype=self.dtype, requires_grad=False)
+            row.param._mp_param = low
+        return low
+
+    def buckets(self) -> list[tuple[Managed, int]]:
+        return [(row, bucket) for row, (bucket, _) in zip(self.rows, self.engine.rows, strict=True)]
+
+    def low_bytes(self) -> int:
+        """Bytes of low-precision memory held now."""
+        return sum(storage.size() for storage in self._storages)
+
+    def cast(self) -> bool:
+        """Casts and switches; False when the plan must be built anew."""
+        self.engine.reclaim()
+        for row in self.rows:
+            # as PyTorch's root hook: its reduction wants gradients in the computing type
+            grad = row.param.grad
+            if grad is not None and grad.dtype is not self.dtype:
+                grad.data = grad.to(self.dtype)
+        for storage, nbytes in zip(self._storages, self.bytes, strict=True):
+            if storage.size() != nbytes:
+                storage.resize_(nbytes)
+        status = self.engine.begin()
+        if status == _C.MOVED:
+            for index in self.engine.moved():
+                row = self.rows[index]
+                if row.param.shape != self.masters[index].shape:
+                    raise ValueError(
+                        f"parameter {row.name!r}: expected shape {tuple(self.masters[index].shape)}, found "
+                        f"{tuple(row.param.shape)}; wrap the module again"
+                    )
+                if row.param.dtype is not self.masters[index].dtype:
+                    return False
+                self.masters[index] = row.param._fp_param = row.param.data
+                self.engine.rebind_master(index, self.masters[index])
+            status = self.engine.begin()
+        return status == _C.UNCHANGED
+
+
+class _RootHook:
+    """The forward pre-hook, in the place of PyTorch's; refers to the model weakly."""
+
+    def __init__(self, model: RootModel) -> None:
+        self._model = weakref.ref(model)
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        model = self._model()
+        if model is not None:
+            model.run()
+
+
+def _owns_storage(row: Managed) -> bool:
+    """Whether the engine can read the parameter and write its copy flat; others keep PyTorch's way, which is none here."""
+    try:
+        dense = bool(_C.describe(row.param)["dense"])
+    except BufferError as error:
+        raise RuntimeError(f"Options.hooks='root': parameter {row.name!r} cannot be read: {error}") from error
+    if not dense:
+        raise RuntimeError(
+            f"Options.hooks='root': parameter {row.name!r} has gapped or overlapping memory; make it contiguous, or use "
+            "hooks='all'"
+        )
+    return True
+
+
+def root_of(ddp: Any) -> RootModel | None:
+    """The root hook of a wrapper, or None."""
+    found = getattr(ddp, "__dict__", {}).get("_ddp_mp_root")
+    return found if isinstance(found, RootModel) else None

@@ -1,0 +1,117 @@
+"""Counters of one patched model."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from .model import model_of
+from .root import root_of
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a patched model has done since it was patched (or its plan was last built anew: see ``rebuilds``).
+
+    Attributes:
+        forwards: forwards of the wrapped module, evaluation included.
+        casts: forwards that cast the masters.
+        skipped: forwards that found the copies still in place.
+        launches: multi-tensor casts enqueued, one a bucket and cast.
+        buckets: cast buckets.
+        parameters: parameters that are cast.
+        fallbacks: single-parameter casts done by PyTorch, for parameters that the engine cannot read.
+        bytes_read: bytes of masters that casts have read.
+        bytes_written: bytes of copies that casts have written.
+        low_bytes: bytes of low-precision memory held now.
+        waits: waits asked of a stream (host: that had to block).
+        reductions: gradient buckets reduced.
+        bytes_reduced: bytes that this rank put into reductions.
+        rebuilds: times the plan was built anew because parameters were replaced.
+        host_us: host time in casts and switches, in microseconds.
+        backend: ``"host"``, ``"cuda"``, both joined by ``+``, or ``"none"`` when nothing is cast.
+    """
+
+    forwards: int
+    casts: int
+    skipped: int
+    launches: int
+    buckets: int
+    parameters: int
+    fallbacks: int
+    bytes_read: int
+    bytes_written: int
+    low_bytes: int
+    waits: int
+    reductions: int
+    bytes_reduced: int
+    rebuilds: int
+    host_us: float
+    backend: str
+
+    def __str__(self) -> str:
+        width = max(len(field.name) for field in fields(self))
+        return "\n".join(f"{name:<{width}}  {_shown(value):>16}" for name, value in asdict(self).items())
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.1f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def stats(ddp: Any) -> Stats:
+    """The counters of a patched model; cheap, and no collective.  ``ValueError`` when the model is not patched."""
+    model = model_of(ddp)
+    if model is None:
+        return _root_stats(ddp)
+    counters = model.low.counters()
+    fallback = model.low.fallback
+    backends = sorted({group.device.type for group in model.low.groups})
+    return Stats(
+        forwards=model.forward.forwards,
+        casts=model.low.casts,
+        skipped=model.low.reused,
+        launches=counters.get("launches", 0),
+        buckets=counters.get("buckets", 0),
+        parameters=len(model.low.rows),
+        fallbacks=0 if fallback is None else fallback.casts,
+        bytes_read=counters.get("bytes_read", 0),
+        bytes_written=counters.get("bytes_written", 0),
+        low_bytes=model.low.nbytes,
+        waits=counters.get("waits", 0),
+        reductions=model.reducer.reductions,
+        bytes_reduced=model.reducer.bytes_reduced,
+        rebuilds=model.rebuilds,
+        host_us=counters.get("host_ns", 0) / 1000,
+        backend="+".join("host" if b == "cpu" else b for b in backends) or "none",
+    )
+
+
+def _root_stats(ddp: Any) -> Stats:
+    root = root_of(ddp)
+    if root is None:
+        raise ValueError("ddp_mp.stats: the model is not patched; call ddp_mp.patch(ddp) first")
+    counters: dict[str, int] = {}
+    for group in root.groups:
+        for key, value in group.engine.counters().items():
+            counters[key] = counters.get(key, 0) + value
+    backends = sorted({group.rows[0].param.device.type for group in root.groups})
+    return Stats(
+        forwards=root.casts,
+        casts=root.casts,
+        skipped=0,
+        launches=counters.get("launches", 0),
+        buckets=counters.get("buckets", 0),
+        parameters=len(root.rows),
+        fallbacks=0,
+        bytes_read=counters.get("bytes_read", 0),
+        bytes_written=counters.get("bytes_written", 0),
+        low_bytes=sum(group.low_bytes() for group in root.groups),
+        waits=counters.get("waits", 0),
+        reductions=0,
+        bytes_reduced=0,
+        rebuilds=root.rebuilds,
+        host_us=counters.get("host_ns", 0) / 1000,
+        backend="+".join("host" if b == "cpu" else b for b in backends) or "none",
+    )
