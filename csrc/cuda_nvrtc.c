@@ -1,13 +1,19 @@
 #include "cuda_nvrtc.h"
 
 #include <dlfcn.h>
+#include <limits.h>
+#include <link.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-/* Newest first.  Bare names: the copy that PyTorch's wheels bring is found by its soname once it is in the process, any
- * other by the loader's search path; never the current directory. */
+/* Newest first.  Bare names for the loader's search path; never the current directory. */
 static const char *const library_names[] = {"libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2", "libnvrtc.so"};
+
+#define NAMES (sizeof library_names / sizeof *library_names)
+
+/* Where PyTorch's wheels keep NVRTC, seen from the folder of the CUDA runtime that they bring. */
+static const char *const neighbours[] = {"", "/../../cuda_nvrtc/lib"};
 
 typedef struct program_s *program;
 
@@ -33,19 +39,61 @@ typedef struct nvrtc {
 #undef NVRTC_FIELD
 } nvrtc;
 
-/* First pass: what is in the process already, so that there are never two versions of it. */
-static void *
-open_library(void)
+/* Copies the folder of the CUDA runtime that is in the process, unless it was loaded by a relative path. */
+static int
+find_runtime(struct dl_phdr_info *info, size_t size, void *folder)
 {
-    for (int pass = 0; pass < 2; pass++) {
-        for (size_t i = 0; i < sizeof library_names / sizeof *library_names; i++) {
-            void *library = dlopen(library_names[i], RTLD_NOW | RTLD_LOCAL | (pass == 0 ? RTLD_NOLOAD : 0));
+    (void)size;
+    const char *slash = strrchr(info->dlpi_name, '/');
+    if (info->dlpi_name[0] != '/' || strncmp(slash + 1, "libcudart.so.", 13) != 0 ||
+        slash - info->dlpi_name >= PATH_MAX) {
+        return 0;
+    }
+    snprintf(folder, PATH_MAX, "%.*s", (int)(slash - info->dlpi_name), info->dlpi_name);
+    return 1;
+}
+
+/* PyTorch loads its copy of NVRTC only when it needs it, from a folder that the loader does not know. */
+static void *
+open_beside_runtime(void)
+{
+    char folder[PATH_MAX], path[PATH_MAX + 64];
+    if (dl_iterate_phdr(find_runtime, folder) == 0) {
+        return NULL;
+    }
+    for (size_t i = 0; i < NAMES; i++) {
+        for (size_t j = 0; j < sizeof neighbours / sizeof *neighbours; j++) {
+            snprintf(path, sizeof path, "%s%s/%s", folder, neighbours[j], library_names[i]);
+            void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
             if (library != NULL) {
                 return library;
             }
         }
     }
     return NULL;
+}
+
+static void *
+open_by_name(int flags)
+{
+    for (size_t i = 0; i < NAMES; i++) {
+        void *library = dlopen(library_names[i], RTLD_NOW | RTLD_LOCAL | flags);
+        if (library != NULL) {
+            return library;
+        }
+    }
+    return NULL;
+}
+
+/* What is in the process already comes first, so that there are never two versions of it. */
+static void *
+open_library(void)
+{
+    void *library = open_by_name(RTLD_NOLOAD);
+    if (library == NULL) {
+        library = open_beside_runtime();
+    }
+    return library != NULL ? library : open_by_name(0);
 }
 
 /* The library stays loaded: it starts threads and registers exit handlers of its own. */

@@ -5,7 +5,7 @@
 #include <stddef.h>
 
 /* Machine code for sm_<capability>, or PTX for the newest older architecture that this NVRTC knows.  Returns memory to
- * be freed, with a note of which compiler made what; or NULL, with the reason.  Needs no device, makes no driver call. */
+ * be freed, with a note of which compiler made what; or NULL, with the reason.  Needs no device and no driver. */
 void *mp_nvrtc_compile(const char *source, int capability, char *note, size_t note_size);
 
 #endif
