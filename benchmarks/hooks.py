@@ -7,9 +7,8 @@ every hook is timed where it runs in it:
 
 root        the pre-hook of the model: cast every parameter, switch every ``.data``
 wait        the pre-hooks of all other modules
-gradient    the hooks of the parameters' gradients, which tell the reducer
-reduction   the communication hook: pack, all-reduce (of one process), hand the gradients over, masters back
-end         what runs after the last gradient of a backward
+backward    the hooks of gradients and outputs, the communication hook, what runs after the last gradient: pack,
+            all-reduce (of one process), hand full-precision gradients over, put the masters back
 
 ``python`` is what the same design costs without C: one resident arena, one flat loop, hooks registered once.  It does
 less than ddp_mp (no accumulation, no unused parameters, no checks), so it is a lower bound for Python.  Models are cut
@@ -47,7 +46,7 @@ from benchmarks.harness import (
 
 PARAM_DTYPE = torch.bfloat16
 REDUCE_DTYPE = torch.float32
-KINDS = ("root", "wait", "gradient", "reduction", "end")
+KINDS = ("root", "wait", "backward")
 
 
 class PythonRewrite:
@@ -63,12 +62,12 @@ class PythonRewrite:
         lows = arena.split([p.numel() for p in self.parameters])
         self.rows = [(p, p.data, low.view_as(p)) for p, low in zip(self.parameters, lows, strict=True)]
         self.ddp.reducer._remove_autograd_hooks()
-        self.ddp.register_comm_hook(None, _annotated(watch("reduction", self.reduce)))
+        self.ddp.register_comm_hook(None, _annotated(watch("backward", self.reduce)))
         self.ddp.reducer._set_mixed_precision_param_dtype(PARAM_DTYPE)
         module.register_forward_pre_hook(watch("root", self.cast))
         index = {p: i for i, p in enumerate(self.ddp._build_params_for_reducer()[0])}
         for p in self.parameters:
-            p.register_post_accumulate_grad_hook(watch("gradient", self.ready(index[p])))
+            p.register_post_accumulate_grad_hook(watch("backward", self.ready(index[p])))
 
     def cast(self, *_: object) -> None:
         with torch.no_grad():
@@ -107,7 +106,7 @@ def watched_registration(clock: HookClock) -> Iterator[None]:
     register = dist._register_comm_hook
 
     def watching(reducer: Any, state: object, hook: Callable[..., Any]) -> None:
-        register(reducer, state, clock.watch("reduction", hook))
+        register(reducer, state, clock.watch("backward", hook))
 
     dist._register_comm_hook = watching
     try:
@@ -117,22 +116,28 @@ def watched_registration(clock: HookClock) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def watched_callbacks(clock: HookClock) -> Iterator[None]:
-    """Callbacks queued for the end of a backward inside are timed."""
+def watched_step(clock: HookClock) -> Iterator[None]:
+    """Hooks put on a tensor inside, as on outputs, and callbacks queued for the end of a backward are timed."""
     engine = torch.autograd.Variable._execution_engine
+    register_hook = torch.Tensor.register_hook
+
+    def registering(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+        return register_hook(tensor, clock.watch("backward", hook))
 
     class Watching:
         def queue_callback(self, callback: Callable[[], None]) -> None:
-            engine.queue_callback(clock.watch("end", callback))
+            engine.queue_callback(clock.watch("backward", callback))
 
         def __getattr__(self, name: str) -> Any:
             return getattr(engine, name)
 
     torch.autograd.Variable._execution_engine = Watching()
+    torch.Tensor.register_hook = registering
     try:
         yield
     finally:
         torch.autograd.Variable._execution_engine = engine
+        torch.Tensor.register_hook = register_hook
 
 
 def watch_hooks(ddp: DDP, clock: HookClock) -> None:
@@ -148,8 +153,8 @@ def watch_hooks(ddp: DDP, clock: HookClock) -> None:
         replace(module._forward_pre_hooks, kind)
         replace(module._forward_hooks, kind)
     for parameter in ddp.parameters():
-        replace(parameter._backward_hooks, "gradient")
-        replace(getattr(parameter, "_post_accumulate_grad_hooks", None), "gradient")
+        replace(parameter._backward_hooks, "backward")
+        replace(getattr(parameter, "_post_accumulate_grad_hooks", None), "backward")
 
 
 class Variant:
@@ -165,7 +170,7 @@ class Variant:
             with silent_device_events(), watched_registration(self.clock):
                 self.ddp = DDP(module, mixed_precision=policy)
             fire = self.ddp._fire_reducer_autograd_hook
-            self.ddp._fire_reducer_autograd_hook = self.clock.watch("gradient", fire)
+            self.ddp._fire_reducer_autograd_hook = self.clock.watch("backward", fire)
             watch_hooks(self.ddp, self.clock)
         else:
             with watched_registration(self.clock):
@@ -178,7 +183,7 @@ class Variant:
     def step(self, optimize: bool = True) -> dict[str, float]:
         self.clock.reset()
         events = silent_device_events() if self.how == "pytorch" else contextlib.nullcontext()
-        with events, watched_callbacks(self.clock):
+        with events, watched_step(self.clock):
             models.loss_of(self.ddp, self.device).backward()
         if optimize:
             self.optimizer.step()

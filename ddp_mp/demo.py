@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ddp_mp
@@ -59,7 +60,8 @@ class Block(nn.Module):
         q, k, v = parts.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.attention_out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.mlp(self.before_mlp(x))
+        result: torch.Tensor = x + self.mlp(self.before_mlp(x))
+        return result
 
 
 class GPT(nn.Module):
@@ -197,7 +199,7 @@ def try_native_hooks() -> None:
             return f"{type(error).__name__}: {sentence}"
         return "no error"
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     said = {"as it is": attempt()}
     if not torch.accelerator.is_available():
         with silent_device_events():
@@ -316,9 +318,7 @@ def report(runs: Sequence[Contender], steps: int, elapsed: float, output: pathli
         ("", "loss", "held out", "a step", "reduced", "cast"),
         rows,
     )
-    print(
-        "a step: median; reduced: bytes a process hands to the all-reduce a step; cast: host time of casts and switches a step"
-    )
+    print("a step: median time. A step and a process: bytes reduced, host time of casts and switches.")
     print("\nThe same model on PyTorch's own hooks, DDP(model, mixed_precision=...):")
     for how, what in ask_native_hooks().items():
         print(f"  {how}: {what}")
@@ -331,7 +331,7 @@ def report(runs: Sequence[Contender], steps: int, elapsed: float, output: pathli
 
 def main(arguments: Sequence[str] = ()) -> int:
     parser = argparse.ArgumentParser(prog="ddp_mp demo", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=320)
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("demo-output"))
     parser.add_argument("--native-hooks", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)

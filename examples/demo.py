@@ -4,4 +4,4 @@ import sys
 
 from ddp_mp.demo import main
 
-sys.exit(main())
+sys.exit(main(sys.argv[1:]))
