@@ -96,10 +96,12 @@ typedef struct Gradients {
     PyObject *weakrefs;
 } Gradients;
 
+/* Its parameter owns the hook, and Gradients owns the parameter; torch does not show the garbage collector a tensor's
+ * hooks, so that a strong reference would be a cycle that nothing ever collects. */
 typedef struct FireHook {
     PyObject_HEAD
     vectorcallfunc vectorcall;
-    Gradients *gradients; /* owned */
+    PyObject *gradients; /* owned weak reference */
     size_t row;
 } FireHook;
 
@@ -195,9 +197,6 @@ static int
 fire(Gradients *self, size_t row)
 {
     if (!self->active) {
-        if (self->on_first == NULL) {
-            return 0; /* cleared by the garbage collector: nobody is interested any more */
-        }
         if (call_with(self->on_first, row) < 0) {
             return -1;
         }
@@ -214,48 +213,42 @@ fire(Gradients *self, size_t row)
     }
     self->fired[row] = 1;
     bucket->pending--;
-    if (bucket->pending == 0 && self->early && self->on_ready != NULL) {
+    if (bucket->pending == 0 && self->early) {
         return call_with(self->on_ready, self->bucket_of[row]);
     }
     return 0;
+}
+
+/* A new reference, or NULL when there is none any more. */
+static Gradients *
+hook_owner(const FireHook *hook)
+{
+#if PY_VERSION_HEX >= 0x030D0000
+    PyObject *owner = NULL;
+    (void)PyWeakref_GetRef(hook->gradients, &owner); /* fails only for what is no weak reference */
+    return (Gradients *)owner;
+#else
+    PyObject *owner = PyWeakref_GetObject(hook->gradients);
+    return owner == Py_None ? NULL : (Gradients *)Py_NewRef(owner);
+#endif
 }
 
 static PyObject *
 fire_hook_call(PyObject *callable, PyObject *const *Py_UNUSED(args), size_t Py_UNUSED(nargsf),
                PyObject *Py_UNUSED(kwnames))
 {
-    FireHook *self = (FireHook *)callable;
-    if (self->gradients == NULL || self->gradients->row_count == 0) {
-        Py_RETURN_NONE;
-    }
-    /* A callback may remove this hook from its parameter. */
-    Gradients *gradients = (Gradients *)Py_NewRef((PyObject *)self->gradients);
-    int result = fire(gradients, self->row);
-    Py_DECREF(gradients);
+    size_t row = ((FireHook *)callable)->row;
+    Gradients *gradients = hook_owner((FireHook *)callable);
+    int result = gradients != NULL && gradients->row_count > 0 ? fire(gradients, row) : 0;
+    Py_XDECREF(gradients);
     return result < 0 ? NULL : Py_NewRef(Py_None);
-}
-
-static int
-fire_hook_traverse(PyObject *object, visitproc visit, void *arg)
-{
-    Py_VISIT(Py_TYPE(object));
-    Py_VISIT(((FireHook *)object)->gradients);
-    return 0;
-}
-
-static int
-fire_hook_clear(PyObject *object)
-{
-    Py_CLEAR(((FireHook *)object)->gradients);
-    return 0;
 }
 
 static void
 fire_hook_dealloc(PyObject *object)
 {
     PyTypeObject *type = Py_TYPE(object);
-    PyObject_GC_UnTrack(object);
-    (void)fire_hook_clear(object);
+    Py_XDECREF(((FireHook *)object)->gradients);
     type->tp_free(object);
     Py_DECREF(type);
 }
@@ -268,8 +261,6 @@ static PyMemberDef fire_hook_members[] = {
 static PyType_Slot fire_hook_slots[] = {
     {Py_tp_call, PyVectorcall_Call},
     {Py_tp_dealloc, fire_hook_dealloc},
-    {Py_tp_traverse, fire_hook_traverse},
-    {Py_tp_clear, fire_hook_clear},
     {Py_tp_members, fire_hook_members},
     {Py_tp_doc, "A post-accumulate-grad hook: the parameter's gradient is there."},
     {0, NULL},
@@ -278,7 +269,7 @@ static PyType_Slot fire_hook_slots[] = {
 static PyType_Spec fire_hook_spec = {
     .name = "ddp_mp._C.FireHook",
     .basicsize = sizeof(FireHook),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = fire_hook_slots,
 };
 
@@ -976,14 +967,16 @@ gradients_hook(PyObject *object, PyObject *argument)
     if (row < 0) {
         return NULL;
     }
-    FireHook *hook = PyObject_GC_New(FireHook, self->state->fire_hook_type);
+    FireHook *hook = PyObject_New(FireHook, self->state->fire_hook_type);
     if (hook == NULL) {
         return NULL;
     }
     hook->vectorcall = fire_hook_call;
-    hook->gradients = (Gradients *)Py_NewRef(object);
     hook->row = (size_t)row;
-    PyObject_GC_Track(hook);
+    hook->gradients = PyWeakref_NewRef(object, NULL);
+    if (hook->gradients == NULL) {
+        Py_CLEAR(hook);
+    }
     return (PyObject *)hook;
 }
 

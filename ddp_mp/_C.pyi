@@ -159,6 +159,9 @@ class Gradients:
     def accumulate(self, bucket: int, views: Sequence[Tensor] | None) -> list[int]:
         """Without a reduction: stash += grad, or views[k] = grad where nothing was set aside; ``.grad`` becomes that.  Rows
         that did not fire get their stash back.  Result is `local`.  Returns rows to be copied by the caller, as pack() does."""
+    def settle(self, row: int, grad: Tensor | None, synced: bool) -> None:
+        """Finishes a row that hand_over() or accumulate() returned: ``.grad = grad``, and what was set aside is dropped.
+        ``synced``: the gradient is equal on all ranks, as after hand_over()."""
     def end(self) -> None:
         """The backward is over: hooks that fire from now on call on_first."""
     def reset(self) -> None:
