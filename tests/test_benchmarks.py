@@ -18,6 +18,7 @@ RESULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RESULTS)
 def test_benchmark_quick_run_writes_results(name, tmp_path):
     command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--output", str(tmp_path), "--tag", "quick"]
@@ -51,6 +52,7 @@ def test_models_every_list_gives_the_parameters_it_promises():
         assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters()), name
 
 
+@pytest.mark.slow
 def test_demo_few_steps_trains_both_and_draws(tmp_path):
     command = [sys.executable, "-m", "ddp_mp.demo", "--steps", "6", "--output", str(tmp_path)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
