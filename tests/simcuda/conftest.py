@@ -1,0 +1,3 @@
+from .fixtures import cu, sim, sim_device, simulator
+
+__all__ = ["cu", "sim", "sim_device", "simulator"]
