@@ -174,7 +174,11 @@ refuse_export(PyObject *tensor, const char **why)
         {"is_quantized", "a quantized tensor is not supported"},
         {"is_nested", "a nested tensor has no single shape"},
     };
-    mp_exchange_result result = refuse_exception("its library does not export it through DLPack", why);
+    const char *reason = "its library does not export it";
+    if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        reason = "its type does not offer DLPack";
+    }
+    mp_exchange_result result = refuse_exception(reason, why);
     for (size_t i = 0; result == MP_EXCHANGE_REFUSED && i < sizeof(kinds) / sizeof(kinds[0]); i++) {
         PyObject *value = PyObject_GetAttrString(tensor, kinds[i].attribute);
         if (value == NULL) {
@@ -499,7 +503,8 @@ check_bit(PyObject *tensor, PyObject *name, const char *reason, const char **why
             PyErr_Clear();
             return MP_EXCHANGE_OK;
         }
-        return refuse_exception(reason, why);
+        /* Lazy parameters do this until they are initialised. */
+        return refuse_exception("it does not say whether its negative or conjugate bit is set", why);
     }
     int is_set = answer != Py_False;
     Py_DECREF(answer);
