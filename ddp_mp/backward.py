@@ -6,8 +6,6 @@ inside are checkpointed, or, where a loss does not come from an output, by the f
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from torch.autograd import Variable
 from .low import LowPrecision
 from .passes import Pass
 from .reducer import Reducer
+from .weak import weakly
 
 
 class _Running:
@@ -54,15 +53,8 @@ class Backward:
         """A forward with gradients ended with these outputs (those that require grad)."""
         self.passes = [p for p in self.passes if p.pending]
         new = Pass(self.low.copies, self.low.epoch)
-        owner = weakref.ref(self)
-
-        def on_backward(reached: Pass) -> None:
-            backward = owner()
-            if backward is not None:
-                backward._start(reached)
-
         if outputs:
-            new.watch(outputs, on_backward)
+            new.watch(outputs, weakly(self._start, None))
         self.passes.append(new)
         return new
 
@@ -118,7 +110,7 @@ class Backward:
             self.low.enter_again(reached.copies)
             self.low.wait()
         self.reducer.begin(sync, early=self._may_reduce_early(reached))
-        Variable._execution_engine.queue_callback(_Finish(self))
+        Variable._execution_engine.queue_callback(weakly(self._finish, None))
 
     def _join(self, running: _Running, reached: Pass) -> None:
         """Another forward's outputs take part in the backward under way."""
@@ -183,17 +175,3 @@ class Backward:
         """A hook of the reducer failed."""
         if self._running is not None:
             self._fail()
-
-
-class _Finish:
-    """The engine's callback at the end of the outermost graph task."""
-
-    __slots__ = ("_owner",)
-
-    def __init__(self, owner: Backward) -> None:
-        self._owner: Callable[[], Backward | None] = weakref.ref(owner)
-
-    def __call__(self) -> None:
-        backward = self._owner()
-        if backward is not None:
-            backward._finish()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -14,6 +13,7 @@ from torch import nn
 from .backward import Backward
 from .low import LowPrecision, Replaced
 from .tensors import tensors_in
+from .weak import weakly
 
 
 class Forward:
@@ -29,19 +29,15 @@ class Forward:
         self._prepare = prepare
         self._calls: list[_Call] = []
         self.forwards = 0
-        owner = weakref.ref(self)
+        enter, leave = weakly(self._enter, None), weakly(self._leave, None)
 
         @torch._disable_dynamo
         def before(root: nn.Module, args: Any) -> None:
-            forward = owner()
-            if forward is not None:
-                forward._enter(_module_call(sys._getframe(1)))
+            enter(_module_call(sys._getframe(1)))
 
         @torch._disable_dynamo
         def after(root: nn.Module, args: Any, output: Any) -> None:
-            forward = owner()
-            if forward is not None:
-                forward._leave(output)
+            leave(output)
 
         self._handles = [
             module.register_forward_pre_hook(before, prepend=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import Any
 
@@ -20,6 +21,7 @@ from .options import Options
 from .parameters import Managed, managed_parameters
 from .reducer import Reducer
 from .standin import LoggerStandIn, ReducerStandIn
+from .weak import weakly
 
 
 class PatchedModel:
@@ -43,8 +45,8 @@ class PatchedModel:
         self.backward = Backward(self.low, ddp.static_graph)
         self.reducer = self._new_reducer(ddp)
         self.backward.reducer = self.reducer
-        self.forward = Forward(self._module, self.low, self.backward, self._prepare)
-        self.guards = Guards(self._module, self.rows, self.expose, lambda: self.forward.hook_ids)
+        self.forward = Forward(self._module, self.low, self.backward, weakly(self._prepare, False))
+        self.guards = self._new_guards()
         optimizer_guard.add(self)
 
     # --- state that others ask for -----------------------------------------------------------------------------------
@@ -72,7 +74,7 @@ class PatchedModel:
     def stand_in(self, ddp: DistributedDataParallel, logger: LoggerStandIn) -> None:
         """Takes the place of the wrapper's reducer and logger."""
         ddp.logger = logger
-        ddp.reducer = ReducerStandIn(self.reducer, self.backward, self.comm, self._any_unused)
+        ddp.reducer = ReducerStandIn(self.reducer, self.backward, self.comm, weakly(self._any_unused, False))
 
     def detach(self) -> None:
         """Masters in place, and nothing of ours left on the module or its parameters."""
@@ -84,31 +86,31 @@ class PatchedModel:
         self.reducer.detach()
         optimizer_guard.remove(self)
 
+    def __del__(self) -> None:
+        """The wrapper is gone: the module is an ordinary one again."""
+        if hasattr(self, "guards") and not sys.is_finalizing():
+            self.detach()
+
+    def _new_guards(self) -> Guards:
+        return Guards(self._module, self.rows, weakly(self.expose, None), weakly(self._hook_ids, set()))
+
+    def _hook_ids(self) -> set[int]:
+        return self.forward.hook_ids
+
     def _any_unused(self) -> bool:
         ddp = self._ddp()
         return ddp is not None and bool(ddp.find_unused_parameters or ddp.static_graph)
 
     def _new_reducer(self, ddp: DistributedDataParallel) -> Reducer:
         precision = self.precision
-        backward = weakref.ref(self.backward)
-
-        def on_late() -> None:
-            alive = backward()
-            if alive is not None:
-                alive.late()
-
-        def on_error() -> None:
-            alive = backward()
-            if alive is not None:
-                alive.error()
-
+        self._frozen = [row.param for row in self.rows if not row.param.requires_grad]
         return Reducer(
             [row for row in self.rows if row.param.requires_grad],
             self.comm,
             precision.reduce_dtype or precision.param_dtype,
             native.bucket_caps(ddp),
-            on_late,
-            on_error,
+            weakly(self.backward.late, None),
+            weakly(self.backward.error, None),
         )
 
     # --- the plan follows the module ---------------------------------------------------------------------------------
@@ -118,13 +120,14 @@ class PatchedModel:
 
         Returns whether the parameters are to be cast: not while plain tensors stand in for them (``functional_call``).
         """
-        if not (replaced or self.dirty):
+        thawed = any(param.requires_grad for param in self._frozen)
+        if not (replaced or self.dirty or thawed):
             return True
         ddp = self._ddp()
         if ddp is None or self._has_stand_ins():
             return False
         rows = managed_parameters(self._module, ddp.parameters_to_ignore)
-        if replaced or [id(r.param) for r in rows] != [id(r.param) for r in self.rows]:
+        if replaced or thawed or [id(r.param) for r in rows] != [id(r.param) for r in self.rows]:
             self._check_same_model(rows)
             self._rebuild(ddp, rows)
         self.dirty = False
@@ -158,7 +161,7 @@ class PatchedModel:
         self.reducer = self._new_reducer(ddp)
         self.backward.replace(self.low, self.reducer)
         self.forward.low = self.low
-        self.guards = Guards(self._module, rows, self.expose, lambda: self.forward.hook_ids)
+        self.guards = self._new_guards()
         self.stand_in(ddp, ddp.logger)
         self.rebuilds += 1
 

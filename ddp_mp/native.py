@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import defaultdict, deque
 from typing import Any
 
 import torch
@@ -125,11 +127,11 @@ def equip_mixed_precision(ddp: DistributedDataParallel) -> None:
     precision = ddp.mixed_precision
     upstream._setup_mixed_precision_params(precision, ddp.module)
     ddp._mp_stream = torch.Stream()
-    ddp._submodule_to_event = upstream.defaultdict(upstream.deque)
+    ddp._submodule_to_event = defaultdict(deque)
     ddp.module.register_forward_pre_hook(ddp._root_copy_hook, prepend=False, with_kwargs=True)
     for module in ddp.module.modules():
         module.register_forward_pre_hook(ddp._module_wait_for_copy_hook, prepend=False, with_kwargs=True)
-    state = hooks._AllreduceUpcastHookState(ddp_weakref=upstream.weakref.ref(ddp), upcast_stream=torch.Stream())
+    state = hooks._AllreduceUpcastHookState(ddp_weakref=weakref.ref(ddp), upcast_stream=torch.Stream())
     type(ddp).register_comm_hook(ddp, state, hooks._reducer_allreduce_and_upcast_hook)
     ddp.reducer._set_mixed_precision_param_dtype(precision.param_dtype)
 
@@ -138,17 +140,22 @@ class Overrides:
     """Methods of the wrapper that are replaced on the instance while it is patched."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._ddp = ddp
+        self._ddp = weakref.ref(ddp)
         self._names: list[str] = []
 
     def set(self, name: str, function: Any) -> None:
-        self._ddp.__dict__[name] = function
+        """Replaces one method."""
+        ddp = self._ddp()
+        assert ddp is not None
+        ddp.__dict__[name] = function
         self._names.append(name)
 
     def remove(self) -> None:
-        for name in self._names:
-            self._ddp.__dict__.pop(name, None)
-        self._names = []
+        """The class's methods again."""
+        ddp = self._ddp()
+        names, self._names = self._names, []
+        for name in names if ddp is not None else ():
+            ddp.__dict__.pop(name, None)
 
     @property
     def names(self) -> list[str]:

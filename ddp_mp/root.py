@@ -7,6 +7,7 @@ owns its storage), ``param._fp_param`` and ``_free_storage(param._mp_param)``.  
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict, deque
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from .guards import Guards, optimizer_guard
 from .low import DTYPE_NAME
 from .options import Options
 from .parameters import Managed, managed_parameters
+from .weak import weakly
 
 
 class RootModel:
@@ -32,7 +34,7 @@ class RootModel:
         self.rebuilds = 0
         self._hooked: list[tuple[nn.Module, int, Any]] = []
         self._plan(ddp)
-        self.guards = Guards(ddp.module, self.rows, self.expose, lambda: {key for _, key, _ in self._hooked})
+        self.guards = Guards(ddp.module, self.rows, weakly(self.expose, None), set)
         optimizer_guard.add(self)
 
     # --- put in place ------------------------------------------------------------------------------------------------
@@ -63,7 +65,7 @@ class RootModel:
             module._forward_pre_hooks[key] = hook
         self.guards.detach()
         optimizer_guard.remove(self)
-        ddp._submodule_to_event = native.upstream.defaultdict(native.upstream.deque)
+        ddp._submodule_to_event = defaultdict(deque)
         del ddp.__dict__["_ddp_mp_root"]
 
     def wrapper(self) -> DistributedDataParallel | None:
@@ -148,8 +150,11 @@ class _RootGroup:
         self._storages = [low.untyped_storage() for low in self.lows]
         for row, master in zip(rows, self.masters, strict=True):
             row.param._fp_param = master
+        self._allocate()
         self.engine.bind(self.masters, self.lows, None)
         self.bucket_count = len(self.engine.buckets)
+        for storage in self._storages:
+            storage.resize_(0)
 
     def _low(self, row: Managed) -> torch.Tensor:
         low = getattr(row.param, "_mp_param", None)
@@ -160,6 +165,11 @@ class _RootGroup:
 
     def buckets(self) -> list[tuple[Managed, int]]:
         return [(row, bucket) for row, (bucket, _) in zip(self.rows, self.engine.rows, strict=True)]
+
+    def _allocate(self) -> None:
+        for storage, nbytes in zip(self._storages, self.bytes, strict=True):
+            if storage.size() != nbytes:
+                storage.resize_(nbytes)
 
     def low_bytes(self) -> int:
         """Bytes of low-precision memory held now."""
@@ -173,9 +183,7 @@ class _RootGroup:
             grad = row.param.grad
             if grad is not None and grad.dtype is not self.dtype:
                 grad.data = grad.to(self.dtype)
-        for storage, nbytes in zip(self._storages, self.bytes, strict=True):
-            if storage.size() != nbytes:
-                storage.resize_(nbytes)
+        self._allocate()
         status = self.engine.begin()
         if status == _C.MOVED:
             for index in self.engine.moved():

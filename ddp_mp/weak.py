@@ -1,0 +1,24 @@
+"""Callbacks that do not keep their owner alive."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def weakly(method: Callable[P, R], otherwise: R) -> Callable[P, R]:
+    """A callable that calls the bound method, or returns ``otherwise`` once the method's object is gone.
+
+    Hooks that PyTorch, a module or a parameter keeps are made so: a patched model goes with its wrapper.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        alive = reference()
+        return otherwise if alive is None else alive(*args, **kwargs)
+
+    return call
