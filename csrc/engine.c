@@ -1,93 +1,16 @@
-/* Engine: casts the masters of one device into low-precision copies and switches `.data` between the two.
+/* The Engine type: construction, methods, garbage collection; and the wait hook.  See engine.h for who does what.
  *
  * A pass is begin(): check() that the plan still describes the model, cast() every bucket on the private stream,
  * lower() every parameter.  Then wait hooks order the compute stream after the buckets that a module reads, and
  * restore() puts the masters back.
- *
- * References.  The engine owns everything it is given.  The descriptor rows in `work` hold raw addresses inside
- * `masters` and `lows`; whatever replaces those tensors first waits for casts that may still be running (drain).
- *
- * Threads.  The GIL (or the caller) serialises access.  Reading or setting an attribute of a tensor subclass runs
- * Python code, and host work may run without the GIL: `busy` makes every other operation that uses or replaces rows
- * raise in the meantime.  Waiting does not count: it only touches events, which live as long as the engine, and
- * `generation` tells whether a new cast began during the wait.
  */
-#include "module.h"
+#include "engine.h"
 
 #include <string.h>
 #include <structmember.h>
 #include <time.h>
 
-#include "attr.h"
 #include "functions.h"
-#include "plan.h"
-#include "pyutil.h"
-
-enum { UNCHANGED = 0, MOVED = 1, REPLACED = 2 }; /* module.c names them for Python */
-
-/* cudaStreamPerThread: one handle that means another stream in every thread, so that it cannot be compared. */
-#define STREAM_PER_THREAD ((void *)2)
-
-/* A place in a module that holds a parameter. */
-typedef struct engine_site {
-    PyObject *dict; /* owned: module._parameters */
-    PyObject *key;  /* owned, interned */
-    size_t row;
-} engine_site;
-
-typedef struct engine_bucket {
-    mp_table *table;        /* owned; NULL for a bucket without bytes */
-    mp_event *event;        /* owned, from the pool; NULL for a bucket without bytes */
-    void *base;             /* arena address that the rows of `work` were made for */
-    Py_ssize_t cover;       /* the last bucket up to this one that has bytes; -1: none.  Its event covers this bucket */
-    int stale;              /* rows changed since table_set */
-    uint64_t bytes_read;    /* by one launch */
-    uint64_t bytes_written;
-} engine_bucket;
-
-typedef struct engine_counters {
-    uint64_t casts, launches, events, waits, uploads, bytes_read, bytes_written, host_ns;
-} engine_counters;
-
-typedef struct Engine {
-    PyObject_HEAD
-    mp_state *state; /* borrowed from the module, which the type keeps alive */
-    const mp_backend *backend;
-    mp_device *device; /* lives as long as the process */
-    int device_type, device_index;
-    mp_dtype low;
-
-    /* By row.  row_count is set once all arrays exist. */
-    size_t row_count;
-    PyObject **params;  /* owned */
-    PyObject **masters; /* owned; entries are NULL before bind() */
-    PyObject **lows;    /* owned; entries are NULL before bind() */
-    mp_row *work;       /* in plan order; src is the master's address as last seen */
-    uint8_t *is_low;
-    uint8_t *moved;
-    PyObject *names; /* owned tuple of str */
-
-    size_t site_count;
-    engine_site *sites;
-
-    mp_plan plan;
-    engine_bucket *buckets;
-    PyObject **arenas; /* owned, one a bucket; entries are NULL when every low owns its storage */
-
-    mp_attr data;
-    size_t low_count; /* rows with is_low */
-    int bound;
-    int busy;
-    int verified; /* inside begin(): check() has just read the address of every master in place */
-
-    /* The last cast and who waited for it. */
-    uint64_t generation;
-    Py_ssize_t recorded;      /* last bucket whose event was recorded; -1: nothing to wait for */
-    Py_ssize_t waited;        /* last bucket that `waited_stream` waited for (host: known complete); -1: none */
-    void *waited_stream;
-    engine_counters counters;
-    PyObject *weakrefs;
-} Engine;
 
 typedef struct WaitHook {
     PyObject_HEAD
@@ -104,33 +27,21 @@ now_ns(void)
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
-static PyObject *
-row_name(const Engine *self, size_t row)
-{
-    return PyTuple_GET_ITEM(self->names, (Py_ssize_t)row);
-}
-
-static int
-on_host(const Engine *self)
-{
-    return self->device_type == MP_DEVICE_TYPE_HOST;
-}
-
-/* Claims the rows for one operation.  Every successful enter() has its leave(). */
-static int
-enter(Engine *self)
+int
+mp_engine_enter(Engine *self)
 {
     if (self->busy) {
-        PyErr_SetString(PyExc_RuntimeError, "this Engine is in use: called from within one of its own operations, or from "
-                                            "another thread during one");
+        PyErr_SetString(PyExc_RuntimeError,
+                        "this Engine is in use: called from within one of its own operations, or from another thread "
+                        "during one");
         return -1;
     }
     self->busy = 1;
     return 0;
 }
 
-static void
-leave(Engine *self)
+void
+mp_engine_leave(Engine *self)
 {
     self->busy = 0;
 }
@@ -145,92 +56,14 @@ require_bound(const Engine *self)
     return 0;
 }
 
-/* ---- waiting ---------------------------------------------------------------------------------------------------- */
-
-/* Host: blocks until the event is complete; the GIL is given up only if it is not complete yet. */
-static mp_status
-wait_host(Engine *self, mp_event *event, mp_error *err)
-{
-    int done = 0;
-    mp_status status = self->backend->event_query(event, &done, err);
-    if (status != MP_OK || done) {
-        return status;
-    }
-    Py_BEGIN_ALLOW_THREADS
-    status = self->backend->event_wait(event, NULL, err);
-    Py_END_ALLOW_THREADS
-    self->counters.waits++;
-    return status;
-}
-
-/* The current stream waits for the casts of buckets 0..bucket.  One event is enough: the stream is in order. */
-static int
-wait_for(Engine *self, Py_ssize_t bucket)
-{
-    Py_ssize_t target = self->buckets[bucket].cover;
-    target = target < self->recorded ? target : self->recorded;
-    if (target < 0 || (target <= self->waited && on_host(self))) {
-        return 0;
-    }
-    void *stream = NULL;
-    mp_error err;
-    mp_status status;
-    uint64_t generation = self->generation;
-    if (on_host(self)) {
-        status = wait_host(self, self->buckets[target].event, &err);
-    }
-    else {
-        if (mp_exchange_current_stream(self->state->exchange, self->params[0], self->device_type, self->device_index,
-                                       &stream) < 0) {
-            return -1;
-        }
-        if (target <= self->waited && stream == self->waited_stream && stream != STREAM_PER_THREAD) {
-            return 0;
-        }
-        status = self->backend->event_wait(self->buckets[target].event, stream, &err);
-        self->counters.waits++;
-    }
-    if (status != MP_OK) {
-        mp_raise(self->state, &err);
-        return -1;
-    }
-    if (generation == self->generation && (stream != self->waited_stream || target > self->waited)) {
-        self->waited = target;
-        self->waited_stream = stream;
-    }
-    return 0;
-}
-
-static int
-wait_all(Engine *self)
-{
-    return self->recorded < 0 ? 0 : wait_for(self, self->recorded);
-}
-
-/* Waits on this thread until no cast reads a master or writes a low: before such a tensor may be let go.  Errors are of
- * no use here: after a device error nothing runs any more. */
-static void
-drain(Engine *self)
-{
-    if (self->recorded < 0) {
-        return;
-    }
-    mp_event *event = self->buckets[self->recorded].event;
-    mp_error err;
-    int done = 0;
-    if (self->backend->event_query(event, &done, &err) == MP_OK && !done) {
-        Py_BEGIN_ALLOW_THREADS
-        self->backend->event_synchronize(event, &err);
-        Py_END_ALLOW_THREADS
-    }
-}
+/* ---- the wait hook ---------------------------------------------------------------------------------------------- */
 
 static PyObject *
 wait_hook_call(PyObject *callable, PyObject *const *Py_UNUSED(args), size_t Py_UNUSED(nargsf),
                PyObject *Py_UNUSED(kwnames))
 {
     WaitHook *self = (WaitHook *)callable;
-    if (self->engine == NULL || self->engine->recorded < 0 || wait_for(self->engine, self->bucket) == 0) {
+    if (self->engine == NULL || self->engine->recorded < 0 || mp_engine_wait(self->engine, self->bucket) == 0) {
         Py_RETURN_NONE;
     }
     return NULL;
@@ -283,564 +116,7 @@ static PyType_Spec wait_hook_spec = {
     .slots = wait_hook_slots,
 };
 
-/* ---- checking --------------------------------------------------------------------------------------------------- */
-
-/* 1 when every site holds the plan's parameter object, 0 when one does not, -1 with an exception. */
-static int
-check_sites(Engine *self)
-{
-    for (size_t i = 0; i < self->site_count; i++) {
-        const engine_site *site = &self->sites[i];
-        PyObject *found = PyDict_GetItemWithError(site->dict, site->key); /* borrowed */
-        if (found == NULL && PyErr_Occurred()) {
-            mp_error_name(self->names, site->row, "looking it up in its module");
-            return -1;
-        }
-        if (found != self->params[site->row]) {
-            return 0;
-        }
-    }
-    return 1;
-}
-
-/* Sets moved[row].  A tensor that cannot be read any more (its storage was freed, say) has moved, too. */
-static int
-check_row(Engine *self, size_t row)
-{
-    mp_view view;
-    const char *why = NULL;
-    mp_exchange_result result = mp_exchange_pointer(self->state->exchange, self->params[row], &view, &why);
-    if (result == MP_EXCHANGE_ERROR) {
-        mp_error_name(self->names, row, "reading its address");
-        return -1;
-    }
-    const mp_row *work = &self->work[row];
-    self->moved[row] = result == MP_EXCHANGE_REFUSED || view.numel != work->numel || view.dtype != work->src_dtype ||
-                       (view.data != work->src && view.numel > 0) ||
-                       !mp_view_same_device(&view, self->device_type, self->device_index);
-    return self->moved[row];
-}
-
-/* UNCHANGED, MOVED or REPLACED, or -1 with an exception.  Rows that are low now are not compared: what `.data` shows is
- * ours. */
-static int
-check(Engine *self)
-{
-    int moved = 0;
-    memset(self->moved, 0, self->row_count);
-    int sites = check_sites(self);
-    if (sites < 0) {
-        return -1;
-    }
-    for (size_t row = 0; row < self->row_count; row++) {
-        if (self->is_low[row]) {
-            continue;
-        }
-        int result = check_row(self, row);
-        if (result < 0) {
-            return -1;
-        }
-        moved |= result;
-    }
-    return !sites ? REPLACED : moved ? MOVED : UNCHANGED;
-}
-
-/* ---- casting ---------------------------------------------------------------------------------------------------- */
-
-/* Reads the master's address again unless check() has just done so through the parameter.  The alias follows its
- * storage, so that a new address is no error. */
-static int
-refresh_source(Engine *self, size_t row)
-{
-    if (self->verified && !self->is_low[row]) {
-        return 0;
-    }
-    mp_view view;
-    mp_row *work = &self->work[row];
-    if (mp_pointer_named(self->state->exchange, self->masters[row], &view, self->names, row, "master") < 0) {
-        return -1;
-    }
-    if (view.numel != work->numel || view.dtype != work->src_dtype ||
-        !mp_view_same_device(&view, self->device_type, self->device_index)) {
-        PyErr_Format(PyExc_RuntimeError,
-                     "parameter '%U': the master that the engine holds changed: expected %lld elements of %s, found "
-                     "%lld of %s",
-                     row_name(self, row), (long long)work->numel, mp_dtype_name(work->src_dtype), (long long)view.numel,
-                     mp_dtype_name(view.dtype));
-        return -1;
-    }
-    if (view.data != work->src) {
-        work->src = view.data;
-        self->buckets[self->plan.rows[row].bucket].stale = 1;
-    }
-    return 0;
-}
-
-/* Without arenas: the low's own address. */
-static int
-refresh_low(Engine *self, size_t row, engine_bucket *bucket)
-{
-    mp_view view;
-    mp_row *work = &self->work[row];
-    if (mp_pointer_named(self->state->exchange, self->lows[row], &view, self->names, row, "low-precision copy") < 0) {
-        return -1;
-    }
-    if (view.data != work->dst) {
-        work->dst = view.data;
-        bucket->stale = 1;
-    }
-    return 0;
-}
-
-/* With arenas: one address a bucket. */
-static int
-refresh_arena(Engine *self, size_t index)
-{
-    engine_bucket *bucket = &self->buckets[index];
-    const mp_plan_bucket *plan = &self->plan.buckets[index];
-    mp_view view;
-    if (mp_pointer_named(self->state->exchange, self->arenas[index], &view, self->names, plan->first,
-                         "arena of its bucket") < 0) {
-        return -1;
-    }
-    if (view.data == bucket->base) {
-        return 0;
-    }
-    for (size_t row = plan->first; row < plan->first + plan->count; row++) {
-        self->work[row].dst = (char *)view.data + self->plan.rows[row].offset;
-    }
-    bucket->base = view.data;
-    bucket->stale = 1;
-    return 0;
-}
-
-static void
-count_bytes(Engine *self, size_t index)
-{
-    engine_bucket *bucket = &self->buckets[index];
-    const mp_plan_bucket *plan = &self->plan.buckets[index];
-    bucket->bytes_read = 0;
-    bucket->bytes_written = 0;
-    for (size_t row = plan->first; row < plan->first + plan->count; row++) {
-        const mp_row *work = &self->work[row];
-        bucket->bytes_read += (uint64_t)work->numel * mp_dtype_size(work->src_dtype);
-        bucket->bytes_written += (uint64_t)work->numel * mp_dtype_size(work->dst_dtype);
-    }
-}
-
-/* Brings a bucket's rows and table up to date. */
-static int
-prepare_bucket(Engine *self, size_t index)
-{
-    engine_bucket *bucket = &self->buckets[index];
-    const mp_plan_bucket *plan = &self->plan.buckets[index];
-    int arenas = self->arenas[index] != NULL;
-    for (size_t row = plan->first; row < plan->first + plan->count; row++) {
-        if (self->work[row].numel == 0) {
-            continue;
-        }
-        if (refresh_source(self, row) < 0 || (!arenas && refresh_low(self, row, bucket) < 0)) {
-            return -1;
-        }
-    }
-    if (arenas && refresh_arena(self, index) < 0) {
-        return -1;
-    }
-    if (!bucket->stale) {
-        return 0;
-    }
-    mp_error err;
-    if (self->backend->table_set(bucket->table, &self->work[plan->first], plan->count, &err) != MP_OK) {
-        mp_raise(self->state, &err);
-        return -1;
-    }
-    bucket->stale = 0;
-    count_bytes(self, index);
-    return 1;
-}
-
-/* Enqueues the buckets in order and records their events.  Needs no GIL, touches nothing that waiting reads: `busy` keeps the
- * rows.  *launched counts buckets, for the counters. */
-static mp_status
-launch_all(const Engine *self, void *stream, size_t *launched, mp_error *err)
-{
-    mp_status status = self->backend->order_after(self->device, stream, err);
-    for (*launched = 0; status == MP_OK && *launched < self->plan.bucket_count; ++*launched) {
-        const engine_bucket *bucket = &self->buckets[*launched];
-        if (bucket->table == NULL) {
-            continue;
-        }
-        status = self->backend->launch(bucket->table, 1.0, err);
-        if (status == MP_OK) {
-            status = self->backend->event_record(bucket->event, err);
-        }
-        if (status != MP_OK) {
-            break;
-        }
-    }
-    if (status != MP_OK) {
-        /* What was enqueued has no event to wait for; a caller that frees or writes masters next must not race it. */
-        mp_error ignored;
-        self->backend->synchronize(self->device, &ignored);
-    }
-    return status;
-}
-
-static void
-count_launches(Engine *self, size_t launched)
-{
-    for (size_t index = 0; index < launched; index++) {
-        const engine_bucket *bucket = &self->buckets[index];
-        if (bucket->table != NULL) {
-            self->counters.launches++;
-            self->counters.events++;
-            self->counters.bytes_read += bucket->bytes_read;
-            self->counters.bytes_written += bucket->bytes_written;
-        }
-    }
-}
-
-/* Releases the GIL on the host when the casts, which may run here and now, are long. */
-static mp_status
-launch_unlocked(const Engine *self, void *stream, size_t *launched, mp_error *err)
-{
-    mp_status status;
-    uint64_t bytes = 0;
-    for (size_t index = 0; index < self->plan.bucket_count; index++) {
-        bytes += self->buckets[index].bytes_read;
-    }
-    if (!on_host(self) || bytes <= MP_GIL_BYTES) {
-        return launch_all(self, stream, launched, err);
-    }
-    Py_BEGIN_ALLOW_THREADS
-    status = launch_all(self, stream, launched, err);
-    Py_END_ALLOW_THREADS
-    return status;
-}
-
-static int
-launch_counted(Engine *self, void *stream, int uploads)
-{
-    mp_counters before = {0}, after = {0};
-    mp_error err;
-    size_t launched;
-    if (uploads) {
-        self->backend->counters(self->device, &before);
-    }
-    self->recorded = -1;
-    self->waited = -1;
-    self->waited_stream = NULL;
-    self->generation++;
-    mp_status status = launch_unlocked(self, stream, &launched, &err);
-    count_launches(self, launched);
-    if (uploads) {
-        self->backend->counters(self->device, &after);
-        self->counters.uploads += after.uploads - before.uploads;
-    }
-    if (status != MP_OK) {
-        mp_raise(self->state, &err);
-        return -1;
-    }
-    self->recorded = self->buckets[self->plan.bucket_count - 1].cover;
-    return 0;
-}
-
-static int
-cast(Engine *self)
-{
-    int uploads = 0, bytes = 0;
-    for (size_t index = 0; index < self->plan.bucket_count; index++) {
-        if (self->buckets[index].table == NULL) {
-            continue;
-        }
-        int changed = prepare_bucket(self, index);
-        if (changed < 0) {
-            return -1;
-        }
-        uploads |= changed;
-        bytes = 1;
-    }
-    if (bytes) {
-        void *stream = NULL;
-        if (mp_exchange_current_stream(self->state->exchange, self->params[0], self->device_type, self->device_index,
-                                       &stream) < 0 ||
-            launch_counted(self, stream, uploads) < 0) {
-            return -1;
-        }
-    }
-    self->counters.casts++;
-    return 0;
-}
-
-/* ---- switching -------------------------------------------------------------------------------------------------- */
-
-/* Puts the masters of [first, first + count) back; goes on past errors and keeps the first. */
-static void
-restore_rows(Engine *self, size_t first, size_t count, PyObject **error)
-{
-    for (size_t row = first; row < first + count && self->low_count > 0; row++) {
-        if (!self->is_low[row]) {
-            continue;
-        }
-        if (mp_attr_set(&self->data, self->params[row], self->masters[row]) < 0) {
-            mp_error_name(self->names, row, "putting its master back (param.data = master)");
-            mp_error_collect(error);
-            continue;
-        }
-        self->is_low[row] = 0;
-        self->low_count--;
-    }
-}
-
-static int
-lower(Engine *self)
-{
-    for (size_t row = 0; row < self->row_count; row++) {
-        if (self->is_low[row]) {
-            continue;
-        }
-        if (mp_attr_set(&self->data, self->params[row], self->lows[row]) < 0) {
-            mp_error_name(self->names, row, "switching to low precision (param.data = low)");
-            PyObject *error = mp_error_take();
-            restore_rows(self, 0, self->row_count, &error);
-            return mp_error_finish(error);
-        }
-        self->is_low[row] = 1;
-        self->low_count++;
-    }
-    return 0;
-}
-
-/* The casts of what comes back are waited for, too: whoever has the masters may write them. */
-static int
-restore(Engine *self, Py_ssize_t bucket)
-{
-    PyObject *error = NULL;
-    if (self->recorded >= 0 && wait_for(self, bucket < 0 ? self->recorded : bucket) < 0) {
-        mp_error_collect(&error);
-    }
-    if (self->low_count > 0) {
-        if (enter(self) < 0) {
-            Py_XDECREF(error);
-            return -1;
-        }
-        size_t first = bucket < 0 ? 0 : self->plan.buckets[bucket].first;
-        size_t count = bucket < 0 ? self->row_count : self->plan.buckets[bucket].count;
-        restore_rows(self, first, count, &error);
-        leave(self);
-    }
-    return mp_error_finish(error);
-}
-
-/* ---- binding ---------------------------------------------------------------------------------------------------- */
-
-static int
-validate_dense(const Engine *self, size_t row, const char *what, const mp_view *view)
-{
-    if (view->layout != MP_LAYOUT_DENSE) {
-        PyErr_Format(PyExc_ValueError, "parameter '%U': the %s has gaps or overlaps in memory: expected a dense layout",
-                     row_name(self, row), what);
-        return -1;
-    }
-    if (view->numel != self->plan.rows[row].numel) {
-        PyErr_Format(PyExc_ValueError, "parameter '%U': the %s has %lld elements: expected %lld, as planned",
-                     row_name(self, row), what, (long long)view->numel, (long long)self->plan.rows[row].numel);
-        return -1;
-    }
-    if (!mp_view_same_device(view, self->device_type, self->device_index)) {
-        PyErr_Format(PyExc_ValueError, "parameter '%U': the %s is on device (%d, %d): expected (%d, %d)",
-                     row_name(self, row), what, view->device_type, view->device_index, self->device_type,
-                     self->device_index);
-        return -1;
-    }
-    return 0;
-}
-
-static int
-validate_master(const Engine *self, size_t row, PyObject *master, mp_view *view)
-{
-    if (mp_view_named(self->state->exchange, master, view, self->names, row, "master") < 0 ||
-        validate_dense(self, row, "master", view) < 0) {
-        return -1;
-    }
-    if (view->dtype == MP_DTYPE_NONE) {
-        PyErr_Format(PyExc_TypeError, "parameter '%U': the master is of a type that is not cast: expected float64, "
-                                      "float32, bfloat16 or float16",
-                     row_name(self, row));
-        return -1;
-    }
-    return 0;
-}
-
-static int
-validate_low(const Engine *self, size_t row, PyObject *low, const mp_view *master, mp_view *view)
-{
-    if (mp_view_named(self->state->exchange, low, view, self->names, row, "low-precision copy") < 0 ||
-        validate_dense(self, row, "low-precision copy", view) < 0) {
-        return -1;
-    }
-    if (view->dtype != self->low) {
-        PyErr_Format(PyExc_TypeError, "parameter '%U': the low-precision copy is %s: expected %s", row_name(self, row),
-                     mp_dtype_name(view->dtype), mp_dtype_name(self->low));
-        return -1;
-    }
-    if (!mp_view_same_layout(master, view)) {
-        PyErr_Format(PyExc_ValueError,
-                     "parameter '%U': the low-precision copy differs from the master in shape or strides: elements are "
-                     "copied in memory order",
-                     row_name(self, row));
-        return -1;
-    }
-    return 0;
-}
-
-static int
-validate_arena(const Engine *self, size_t index, PyObject *arena, mp_view *view)
-{
-    size_t row = self->plan.buckets[index].first;
-    if (mp_view_named(self->state->exchange, arena, view, self->names, row, "arena of its bucket") < 0) {
-        return -1;
-    }
-    if (view->layout != MP_LAYOUT_DENSE || view->ndim != 1 || view->dtype != MP_DTYPE_NONE ||
-        view->numel < self->plan.buckets[index].bytes ||
-        !mp_view_same_device(view, self->device_type, self->device_index)) {
-        PyErr_Format(PyExc_ValueError,
-                     "arenas[%zu]: expected a contiguous uint8 tensor of %lld elements on device (%d, %d), got %lld elements "
-                     "in %d dimensions on (%d, %d)",
-                     index, (long long)self->plan.buckets[index].bytes, self->device_type, self->device_index,
-                     (long long)view->numel, view->ndim, view->device_type, view->device_index);
-        return -1;
-    }
-    return 0;
-}
-
-/* What bind() collects before it changes anything. */
-typedef struct binding {
-    PyObject *masters, *lows, *arenas; /* owned tuples; arenas may be NULL */
-    void **bases;                      /* owned; arena addresses */
-    mp_row *work;                      /* owned */
-} binding;
-
-static void
-binding_fini(binding *bind)
-{
-    PyMem_Free(bind->work);
-    PyMem_Free(bind->bases);
-    Py_CLEAR(bind->arenas);
-    Py_CLEAR(bind->lows);
-    Py_CLEAR(bind->masters);
-}
-
-static PyObject *
-tuple_of(PyObject *sequence, size_t count, const char *what, const char *unit)
-{
-    PyObject *tuple = PySequence_Tuple(sequence);
-    if (tuple != NULL && (size_t)PyTuple_GET_SIZE(tuple) != count) {
-        PyErr_Format(PyExc_ValueError, "%s: expected %zu, one a %s, got %zd", what, count, unit, PyTuple_GET_SIZE(tuple));
-        Py_CLEAR(tuple);
-    }
-    return tuple;
-}
-
-static int
-bind_row(Engine *self, binding *bind, size_t row)
-{
-    mp_view master, low;
-    if (validate_master(self, row, PyTuple_GET_ITEM(bind->masters, (Py_ssize_t)row), &master) < 0 ||
-        validate_low(self, row, PyTuple_GET_ITEM(bind->lows, (Py_ssize_t)row), &master, &low) < 0) {
-        return -1;
-    }
-    if (bind->arenas != NULL && low.numel > 0) {
-        const mp_plan_row *plan = &self->plan.rows[row];
-        const char *expected = (const char *)bind->bases[plan->bucket] + plan->offset;
-        if ((const char *)low.data != expected) {
-            PyErr_Format(PyExc_ValueError,
-                         "parameter '%U': the low-precision copy is not at byte %lld of the arena of bucket %d",
-                         row_name(self, row), (long long)plan->offset, (int)plan->bucket);
-            return -1;
-        }
-    }
-    bind->work[row] = (mp_row){
-        .src = master.data,
-        .dst = low.data,
-        .numel = master.numel,
-        .src_dtype = master.dtype,
-        .add_dtype = MP_F32, /* not read without `add`; fixed, so that equal rows have equal bytes */
-        .dst_dtype = self->low,
-    };
-    return 0;
-}
-
-static int
-bind_collect(Engine *self, binding *bind, PyObject *masters, PyObject *lows, PyObject *arenas)
-{
-    size_t bucket_count = self->plan.bucket_count;
-    bind->masters = tuple_of(masters, self->row_count, "masters", "parameter");
-    if (bind->masters == NULL || (bind->lows = tuple_of(lows, self->row_count, "lows", "parameter")) == NULL) {
-        return -1;
-    }
-    if (arenas != Py_None && (bind->arenas = tuple_of(arenas, bucket_count, "arenas", "bucket")) == NULL) {
-        return -1;
-    }
-    bind->bases = PyMem_Calloc(bucket_count, sizeof *bind->bases);
-    bind->work = PyMem_Calloc(self->row_count, sizeof *bind->work);
-    if (bind->bases == NULL || bind->work == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (size_t index = 0; bind->arenas != NULL && index < bucket_count; index++) {
-        mp_view view;
-        if (self->plan.buckets[index].bytes == 0) {
-            continue;
-        }
-        if (validate_arena(self, index, PyTuple_GET_ITEM(bind->arenas, (Py_ssize_t)index), &view) < 0) {
-            return -1;
-        }
-        bind->bases[index] = view.data;
-    }
-    for (size_t row = 0; row < self->row_count; row++) {
-        if (bind_row(self, bind, row) < 0) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
-/* Swaps references: the old ones end up in the binding and are dropped by the caller, once everything is consistent. */
-static int
-bind_apply(Engine *self, binding *bind)
-{
-    PyObject *old = PyList_New(0);
-    if (old == NULL) {
-        return -1;
-    }
-    for (size_t row = 0; row < self->row_count; row++) {
-        PyObject *pair[] = {self->masters[row], self->lows[row]};
-        if ((pair[0] != NULL && PyList_Append(old, pair[0]) < 0) || (pair[1] != NULL && PyList_Append(old, pair[1]) < 0)) {
-            Py_DECREF(old);
-            return -1;
-        }
-    }
-    drain(self);
-    for (size_t row = 0; row < self->row_count; row++) {
-        Py_XSETREF(self->masters[row], Py_NewRef(PyTuple_GET_ITEM(bind->masters, (Py_ssize_t)row)));
-        Py_XSETREF(self->lows[row], Py_NewRef(PyTuple_GET_ITEM(bind->lows, (Py_ssize_t)row)));
-    }
-    memcpy(self->work, bind->work, self->row_count * sizeof *self->work);
-    for (size_t index = 0; index < self->plan.bucket_count; index++) {
-        PyObject *arena = bind->arenas != NULL ? PyTuple_GET_ITEM(bind->arenas, (Py_ssize_t)index) : NULL;
-        Py_XSETREF(self->arenas[index], Py_XNewRef(arena));
-        self->buckets[index].base = bind->bases[index];
-        self->buckets[index].stale = 1;
-    }
-    /* Nothing of the old tensors is worth waiting for any more. */
-    self->recorded = -1;
-    self->waited = -1;
-    self->generation++;
-    self->bound = 1;
-    Py_DECREF(old);
-    return 0;
-}
+/* ---- methods ---------------------------------------------------------------------------------------------------- */
 
 static PyObject *
 engine_bind(PyObject *object, PyObject *args, PyObject *kwargs)
@@ -848,54 +124,13 @@ engine_bind(PyObject *object, PyObject *args, PyObject *kwargs)
     static char *keywords[] = {"masters", "lows", "arenas", NULL};
     Engine *self = (Engine *)object;
     PyObject *masters, *lows, *arenas;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO:bind", keywords, &masters, &lows, &arenas) || enter(self) < 0) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO:bind", keywords, &masters, &lows, &arenas) ||
+        mp_engine_enter(self) < 0) {
         return NULL;
     }
-    binding bind = {0};
-    int result = -1;
-    if (self->low_count > 0) {
-        PyErr_SetString(PyExc_RuntimeError, "bind(): parameters are in low precision: restore() first");
-    }
-    else if (bind_collect(self, &bind, masters, lows, arenas) == 0) {
-        result = bind_apply(self, &bind);
-    }
-    leave(self);
-    binding_fini(&bind);
+    int result = mp_engine_bind(self, masters, lows, arenas);
+    mp_engine_leave(self);
     return result < 0 ? NULL : Py_NewRef(Py_None);
-}
-
-static int
-rebind_master(Engine *self, size_t row, PyObject *master)
-{
-    mp_view view, low;
-    if (validate_master(self, row, master, &view) < 0) {
-        return -1;
-    }
-    /* The low's storage may be released now; its shape and strides can be read through the old master as well. */
-    const char *why = NULL;
-    mp_exchange_result result = mp_exchange_view(self->state->exchange, self->lows[row], &low, &why);
-    if (result == MP_EXCHANGE_REFUSED) {
-        result = mp_exchange_view(self->state->exchange, self->masters[row], &low, &why);
-    }
-    if (result != MP_EXCHANGE_OK || !mp_view_same_layout(&view, &low)) {
-        if (result == MP_EXCHANGE_ERROR) {
-            mp_error_name(self->names, row, "reading its low-precision copy");
-        }
-        else {
-            PyErr_Format(PyExc_ValueError,
-                         "parameter '%U': the new master differs from the low-precision copy in shape or strides: bind() both",
-                         row_name(self, row));
-        }
-        return -1;
-    }
-    drain(self);
-    mp_row *work = &self->work[row];
-    work->src = view.data;
-    work->src_dtype = view.dtype;
-    self->buckets[self->plan.rows[row].bucket].stale = 1;
-    self->moved[row] = 0;
-    Py_SETREF(self->masters[row], Py_NewRef(master));
-    return 0;
 }
 
 static PyObject *
@@ -912,15 +147,13 @@ engine_rebind_master(PyObject *object, PyObject *args, PyObject *kwargs)
         PyErr_Format(PyExc_IndexError, "row %zd: expected 0 to %zu", row, self->row_count - 1);
         return NULL;
     }
-    if (require_bound(self) < 0 || enter(self) < 0) {
+    if (require_bound(self) < 0 || mp_engine_enter(self) < 0) {
         return NULL;
     }
-    int result = rebind_master(self, (size_t)row, master);
-    leave(self);
+    int result = mp_engine_rebind(self, (size_t)row, master);
+    mp_engine_leave(self);
     return result < 0 ? NULL : Py_NewRef(Py_None);
 }
-
-/* ---- methods ---------------------------------------------------------------------------------------------------- */
 
 /* Parses one bucket index, by position or as bucket=; -1 stands for all where `all` allows it. */
 static int
@@ -941,8 +174,8 @@ bucket_argument(const Engine *self, const char *method, PyObject *const *args, P
         }
     }
     if (bucket < (all ? -1 : 0) || bucket >= (Py_ssize_t)self->plan.bucket_count) {
-        PyErr_Format(PyExc_IndexError, "%s(): bucket %zd: expected %s0 to %zd", method, bucket, all ? "-1 (all) or " : "",
-                     (Py_ssize_t)self->plan.bucket_count - 1);
+        PyErr_Format(PyExc_IndexError, "%s(): bucket %zd: expected %s0 to %zd", method, bucket,
+                     all ? "-1 (all) or " : "", (Py_ssize_t)self->plan.bucket_count - 1);
         return -1;
     }
     *out = bucket;
@@ -953,13 +186,13 @@ static PyObject *
 engine_check(PyObject *object, PyObject *Py_UNUSED(ignored))
 {
     Engine *self = (Engine *)object;
-    if (enter(self) < 0) {
+    if (mp_engine_enter(self) < 0) {
         return NULL;
     }
     uint64_t start = now_ns();
-    int result = check(self);
+    int result = mp_engine_check(self);
     self->counters.host_ns += now_ns() - start;
-    leave(self);
+    mp_engine_leave(self);
     return result < 0 ? NULL : PyLong_FromLong(result);
 }
 
@@ -981,30 +214,17 @@ engine_moved(PyObject *object, PyObject *Py_UNUSED(ignored))
     return list;
 }
 
-static int
-begin(Engine *self)
-{
-    int result = check(self);
-    if (result != UNCHANGED) {
-        return result;
-    }
-    self->verified = 1;
-    int failed = cast(self) < 0;
-    self->verified = 0;
-    return failed || lower(self) < 0 ? -1 : UNCHANGED;
-}
-
 static PyObject *
 engine_begin(PyObject *object, PyObject *Py_UNUSED(ignored))
 {
     Engine *self = (Engine *)object;
-    if (require_bound(self) < 0 || enter(self) < 0) {
+    if (require_bound(self) < 0 || mp_engine_enter(self) < 0) {
         return NULL;
     }
     uint64_t start = now_ns();
-    int result = begin(self);
+    int result = mp_engine_begin(self);
     self->counters.host_ns += now_ns() - start;
-    leave(self);
+    mp_engine_leave(self);
     return result < 0 ? NULL : PyLong_FromLong(result);
 }
 
@@ -1012,13 +232,13 @@ static PyObject *
 engine_cast(PyObject *object, PyObject *Py_UNUSED(ignored))
 {
     Engine *self = (Engine *)object;
-    if (require_bound(self) < 0 || enter(self) < 0) {
+    if (require_bound(self) < 0 || mp_engine_enter(self) < 0) {
         return NULL;
     }
     uint64_t start = now_ns();
-    int result = cast(self);
+    int result = mp_engine_cast(self);
     self->counters.host_ns += now_ns() - start;
-    leave(self);
+    mp_engine_leave(self);
     return result < 0 ? NULL : Py_NewRef(Py_None);
 }
 
@@ -1026,13 +246,13 @@ static PyObject *
 engine_lower(PyObject *object, PyObject *Py_UNUSED(ignored))
 {
     Engine *self = (Engine *)object;
-    if (require_bound(self) < 0 || enter(self) < 0) {
+    if (require_bound(self) < 0 || mp_engine_enter(self) < 0) {
         return NULL;
     }
     uint64_t start = now_ns();
-    int result = lower(self);
+    int result = mp_engine_lower(self);
     self->counters.host_ns += now_ns() - start;
-    leave(self);
+    mp_engine_leave(self);
     return result < 0 ? NULL : Py_NewRef(Py_None);
 }
 
@@ -1045,7 +265,7 @@ engine_restore(PyObject *object, PyObject *const *args, Py_ssize_t nargs, PyObje
         return NULL;
     }
     uint64_t start = now_ns();
-    int result = restore(self, bucket);
+    int result = mp_engine_restore(self, bucket);
     self->counters.host_ns += now_ns() - start;
     return result < 0 ? NULL : Py_NewRef(Py_None);
 }
@@ -1056,7 +276,7 @@ engine_wait(PyObject *object, PyObject *const *args, Py_ssize_t nargs, PyObject 
     Engine *self = (Engine *)object;
     Py_ssize_t bucket;
     if (bucket_argument(self, "wait", args, nargs, kwnames, 1, &bucket) < 0 ||
-        (bucket < 0 ? wait_all(self) : wait_for(self, bucket)) < 0) {
+        mp_engine_wait(self, bucket < 0 ? (Py_ssize_t)self->plan.bucket_count - 1 : bucket) < 0) {
         return NULL;
     }
     Py_RETURN_NONE;
@@ -1107,8 +327,8 @@ engine_event(PyObject *object, PyObject *const *args, Py_ssize_t nargs, PyObject
         }
         self->counters.events++;
     }
-    return mp_event_wrap(self->state, self->backend, self->device, event, self->params[0], self->device_type,
-                         self->device_index);
+    return mp_event_wrap(self->state, self->backend, self->device, event, mp_engine_lender(self),
+                         self->device_type, self->device_index);
 }
 
 static PyObject *
@@ -1128,12 +348,17 @@ engine_counters_get(PyObject *object, PyObject *Py_UNUSED(ignored))
 {
     const Engine *self = (Engine *)object;
     const engine_counters *c = &self->counters;
-    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:n,s:n,s:K}", "casts", (unsigned long long)c->casts, "launches",
-                         (unsigned long long)c->launches, "events", (unsigned long long)c->events, "waits",
-                         (unsigned long long)c->waits, "uploads", (unsigned long long)c->uploads, "bytes_read",
-                         (unsigned long long)c->bytes_read, "bytes_written", (unsigned long long)c->bytes_written, "rows",
-                         (Py_ssize_t)self->row_count, "buckets", (Py_ssize_t)self->plan.bucket_count, "host_ns",
-                         (unsigned long long)c->host_ns);
+    return Py_BuildValue("{sKsKsKsKsKsKsKsnsnsK}",
+                         "casts", (unsigned long long)c->casts,
+                         "launches", (unsigned long long)c->launches,
+                         "events", (unsigned long long)c->events,
+                         "waits", (unsigned long long)c->waits,
+                         "uploads", (unsigned long long)c->uploads,
+                         "bytes_read", (unsigned long long)c->bytes_read,
+                         "bytes_written", (unsigned long long)c->bytes_written,
+                         "rows", (Py_ssize_t)self->row_count,
+                         "buckets", (Py_ssize_t)self->plan.bucket_count,
+                         "host_ns", (unsigned long long)c->host_ns);
 }
 
 static PyObject *
@@ -1202,15 +427,16 @@ take_params(Engine *self, PyObject *params, PyObject *names, int64_t *numels)
             self->device_index = view.device_index;
         }
         if (!mp_view_same_device(&view, self->device_type, self->device_index)) {
-            PyErr_Format(PyExc_ValueError, "parameter '%U': on device (%d, %d), others on (%d, %d): one Engine a device",
-                         row_name(self, row), view.device_type, view.device_index, self->device_type,
+            PyErr_Format(PyExc_ValueError,
+                         "parameter '%U': on device (%d, %d), others on (%d, %d): one Engine a device",
+                         mp_engine_name(self, row), view.device_type, view.device_index, self->device_type,
                          self->device_index);
             return -1;
         }
         if (view.dtype == MP_DTYPE_NONE) {
             PyErr_Format(PyExc_TypeError,
                          "parameter '%U': of a type that is not cast: expected float64, float32, bfloat16 or float16",
-                         row_name(self, row));
+                         mp_engine_name(self, row));
             return -1;
         }
         numels[row] = view.numel;
@@ -1301,7 +527,8 @@ make_plan(Engine *self, const int64_t *numels, long long first_bytes, long long 
         return -1;
     default:
         PyErr_Format(PyExc_ValueError,
-                     "no plan: expected a low-precision type and bucket limits of at least 1 byte, got %s, %lld and %lld",
+                     "no plan: expected a low-precision type and bucket limits of at least 1 byte, got %s, %lld and "
+                     "%lld",
                      mp_dtype_name(self->low), first_bytes, bytes);
         return -1;
     }
@@ -1379,8 +606,8 @@ engine_setup(Engine *self, PyObject *params, PyObject *names, PyObject *sites, l
     }
     self->names = mp_names_new(names, count);
     if (self->names == NULL || make_rows(self, count) < 0 || take_params(self, tuple, self->names, numels) < 0 ||
-        (self->backend = mp_backend_for(self->device_type)) == NULL || make_plan(self, numels, first_bytes, bytes) < 0 ||
-        make_buckets(self) < 0 || take_sites(self, sites) < 0) {
+        (self->backend = mp_backend_for(self->device_type)) == NULL ||
+        make_plan(self, numels, first_bytes, bytes) < 0 || make_buckets(self) < 0 || take_sites(self, sites) < 0) {
         goto done;
     }
     result = 0;
@@ -1447,7 +674,7 @@ engine_clear(PyObject *object)
 {
     Engine *self = (Engine *)object;
     if (self->buckets != NULL) {
-        drain(self);
+        mp_engine_drain(self);
     }
     self->recorded = -1;
     self->bound = 0;

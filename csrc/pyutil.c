@@ -94,7 +94,8 @@ mp_error_name(PyObject *names, size_t row, const char *action)
         return;
     }
     PyObject *cause = mp_error_take();
-    PyErr_Format(renamed_type(cause), "parameter '%U': %s: %S", PyTuple_GET_ITEM(names, (Py_ssize_t)row), action, cause);
+    PyErr_Format(renamed_type(cause), "parameter '%U': %s: %S", PyTuple_GET_ITEM(names, (Py_ssize_t)row), action,
+                 cause);
     PyObject *renamed = mp_error_take();
     PyException_SetContext(renamed, Py_NewRef(cause));
     PyException_SetCause(renamed, cause);

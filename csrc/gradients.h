@@ -1,0 +1,104 @@
+/* The inside of Gradients, shared by its files: gradients.c (the type, readiness, setting aside) and gradients_move.c
+ * (packing, handing over, accumulating).
+ *
+ * A backward is begin(), hooks that fire, then for every bucket either pack() + hand_over() around a reduction or
+ * accumulate() without one, and end().  begin() sets full-precision gradients of earlier backwards aside (stash), so
+ * that autograd leaves this backward's gradient alone in `.grad`, in whatever type it computes.
+ *
+ * Threads.  As for Engine: the GIL serialises, `busy` covers calls into Python and launches without the GIL.  Hooks may
+ * fire meanwhile; they touch flags and counts only.
+ */
+#ifndef DDP_MP_GRADIENTS_H
+#define DDP_MP_GRADIENTS_H
+
+#include "module.h"
+
+#include "attr.h"
+#include "pyutil.h"
+
+/* Where a row's gradient from before begin() is now. */
+enum phase {
+    PHASE_IDLE = 0,  /* no backward, or one that ended: `.grad` is the caller's */
+    PHASE_ASIDE = 1, /* in the stash; NULL there: there was none */
+    PHASE_KEPT = 2,  /* given back in this backward, as the same object: abort() leaves it */
+    PHASE_FRESH = 3, /* there was none and this backward has given one: abort() takes it away */
+};
+
+typedef struct grad_bucket {
+    size_t *rows; /* in packing order; points into Gradients.order */
+    size_t count;
+    int64_t numel;
+    size_t pending; /* rows that have not fired since reset() */
+    int launched;
+    mp_table *pack_table; /* owned; NULL until first used.  Two tables: in steady state neither changes */
+    mp_table *give_table;
+} grad_bucket;
+
+typedef struct Gradients {
+    PyObject_HEAD
+    mp_state *state;           /* borrowed from the module, which the type keeps alive */
+    const mp_backend *backend; /* NULL until the device is known */
+    mp_device *device;
+    int device_type, device_index;
+
+    /* By row.  row_count is set once all arrays exist. */
+    size_t row_count;
+    PyObject **params; /* owned */
+    PyObject **stash;  /* owned; NULL: nothing set aside */
+    PyObject **handed; /* owned; what hand_over() left in `.grad`: owned so that its address is not used again.  Dropped
+                          by the next begin() that finds something else */
+    int64_t *numels;
+    int64_t *offsets; /* elements from the start of the packed bucket */
+    size_t *bucket_of;
+    size_t *position; /* in its bucket */
+    uint8_t *synced; /* the stash is what hand_over() left */
+    uint8_t *phase;
+    uint8_t *fired;
+    PyObject *names; /* owned tuple of str */
+
+    size_t bucket_count;
+    grad_bucket *buckets;
+    size_t *order; /* rows, bucket by bucket */
+
+    PyObject *on_first; /* owned */
+    PyObject *on_ready; /* owned */
+    mp_attr grad;
+    int active;
+    int early;
+    int busy;
+    Py_ssize_t fires; /* hooks that fired since begin() */
+    int refired;      /* some row fired more than once since reset() */
+
+    /* Scratch of the operation that holds `busy`, by position in its bucket. */
+    mp_row *work;      /* two a position: a second launch may follow the first */
+    PyObject **held;   /* owned during the operation: the gradients that `work` points into */
+    PyObject **result; /* owned during the operation: what `.grad` becomes */
+    uint8_t *action;
+    PyObject *weakrefs;
+} Gradients;
+
+static inline PyObject *
+mp_gradients_name(const Gradients *self, size_t row)
+{
+    return PyTuple_GET_ITEM(self->names, (Py_ssize_t)row);
+}
+
+/* gradients.c.  All need the GIL; 0, or -1 with an exception that names the parameter. */
+int mp_gradients_enter(Gradients *self); /* claims rows and scratch; every success has its leave */
+void mp_gradients_leave(Gradients *self);
+int mp_gradients_set(Gradients *self, size_t row, PyObject *value); /* `.grad` = value; NULL: None */
+int mp_gradients_get(Gradients *self, size_t row, PyObject **out);  /* a new reference, NULL for None */
+
+/* The device comes with the first tensor that is seen; there is one for all.  `what` names the tensor. */
+int mp_gradients_use_device(Gradients *self, const mp_view *view, const char *what);
+
+/* gradients_move.c.  The list of rows left to the caller (new reference), or NULL with an exception. */
+PyObject *mp_gradients_pack(Gradients *self, size_t bucket, PyObject *out, double divisor);
+/* `views`: what PySequence_Fast gave, or NULL; `used`: one byte a row, or NULL. */
+PyObject *mp_gradients_hand_over(Gradients *self, size_t bucket, PyObject *reduced, PyObject *views, double divisor,
+                                 const uint8_t *used);
+PyObject *mp_gradients_accumulate(Gradients *self, size_t bucket, PyObject *views);
+/* Finishes a row whose gradient the caller has made (NULL: none).  Needs mp_gradients_enter() around it. */
+int mp_gradients_settle(Gradients *self, size_t row, PyObject *grad, int synced);
+
+#endif
