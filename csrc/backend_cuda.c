@@ -14,6 +14,7 @@
 #include "cuda_device.h"
 #include "cuda_image.h"
 #include "cuda_module.h"
+#include "cuda_slot.h"
 #include "cuda_table.h"
 
 #define MAX_DEVICES 64
@@ -177,6 +178,9 @@ set_up_lock_held(mp_device *device, cu_device handle, int capability, mp_error *
                                  sizeof device->note, err);
     if (status == MP_OK) {
         status = choose_grid(device, handle, capability, err);
+        if (status == MP_OK) {
+            status = mp_slot_reserve(device, err);
+        }
         if (status != MP_OK) {
             (void)device->api->cuModuleUnload(module); /* the failure to tell is the first one */
         }

@@ -19,6 +19,13 @@ struct mp_event {
     mp_event *next;      /* in the pool */
 };
 
+/* The rest of a piece of pinned memory, and of its twin on the device. */
+typedef struct mp_slab {
+    unsigned char *staging;
+    cu_deviceptr memory;
+    size_t left;
+} mp_slab;
+
 struct mp_device {
     int index;
     const mp_cuda_api *api;
@@ -35,9 +42,8 @@ struct mp_device {
     struct mp_slot *slots;      /* given back, oldest first; see cuda_slot.h */
     struct mp_slot *slots_last;
     struct mp_slot *slots_kept; /* given back and never to be used again */
-    unsigned char *host_slab;   /* pinned memory that slots are cut from, and its twin on the device */
-    cu_deviceptr device_slab;
-    size_t slab_left;
+    mp_slab slab;               /* what slots are cut from */
+    mp_slab reserve;
 
     _Atomic uint64_t launches, records, waits, uploads, bytes_read, bytes_written;
 };

@@ -3,7 +3,97 @@
 #include <stdlib.h>
 
 #define SLOT_MIN 4096 /* 85 rows */
-#define SLAB_BYTES (256 * 1024)
+
+/* Slots are cut from slabs: a model has hundreds of tables, and a pinned allocation costs as much as many launches. */
+#define SLAB_BYTES ((size_t)1024 * 1024)
+
+/* ---- Memory ---- */
+
+static mp_status
+allocate(mp_device *device, size_t bytes, mp_slab *slab, mp_error *err)
+{
+    void *host = NULL;
+    cu_deviceptr memory = 0;
+    mp_status status = MP_CUDA(device, err, cuMemHostAlloc, &host, bytes, 0);
+    if (status != MP_OK) {
+        return status;
+    }
+    status = MP_CUDA(device, err, cuMemAlloc, &memory, bytes);
+    if (status != MP_OK) {
+        (void)device->api->cuMemFreeHost(host); /* the failure to tell is the first one */
+        return status;
+    }
+    *slab = (mp_slab){host, memory, bytes};
+    return MP_OK;
+}
+
+static mp_status
+reserve_lock_held(mp_device *device, mp_error *err)
+{
+    return device->reserve.left > 0 ? MP_OK : allocate(device, SLAB_BYTES, &device->reserve, err);
+}
+
+mp_status
+mp_slot_reserve(mp_device *device, mp_error *err)
+{
+    pthread_mutex_lock(&device->lock);
+    const mp_status status = reserve_lock_held(device, err);
+    pthread_mutex_unlock(&device->lock);
+    return status;
+}
+
+static void
+cut(mp_slab *from, size_t bytes, mp_slot *slot)
+{
+    slot->staging = from->staging;
+    slot->memory = from->memory;
+    slot->bytes = bytes;
+    from->staging += bytes;
+    from->memory += bytes;
+    from->left -= bytes;
+}
+
+/* Goes on with the reserve.  What is left of the slab before is too small and not used again. */
+static void
+use_reserve_lock_held(mp_device *device)
+{
+    device->slab = device->reserve;
+    device->reserve = (mp_slab){NULL, 0, 0};
+}
+
+static mp_status
+cut_new_lock_held(mp_device *device, size_t bytes, mp_slot *slot, mp_error *err)
+{
+    mp_slab own;
+    mp_status status = reserve_lock_held(device, err);
+    if (status == MP_OK && bytes > SLAB_BYTES) {
+        status = allocate(device, bytes, &own, err);
+        if (status == MP_OK) {
+            cut(&own, bytes, slot);
+        }
+        return status;
+    }
+    if (status == MP_OK && device->slab.left < bytes) {
+        use_reserve_lock_held(device);
+        status = reserve_lock_held(device, err);
+    }
+    if (status == MP_OK) {
+        cut(&device->slab, bytes, slot);
+    }
+    return status;
+}
+
+static size_t
+slot_size(size_t bytes)
+{
+    size_t size = SLOT_MIN;
+    while (size < bytes) {
+        size *= 2;
+    }
+    return size;
+}
+
+/* ---- Slots that are used again ---- */
 
 mp_status
 mp_slot_poll(mp_device *device, cu_event event, int *pending, mp_error *err)
@@ -80,37 +170,6 @@ take_used_lock_held(mp_device *device, size_t bytes, mp_slot **out, mp_error *er
     return MP_OK;
 }
 
-/* Slots are cut from slabs: a model has hundreds of tables, and every pinned allocation costs as much as many launches.
- * What is left of a slab when a larger one is needed is not used again. */
-static mp_status
-cut_slab_lock_held(mp_device *device, size_t bytes, mp_slot *slot, mp_error *err)
-{
-    if (device->slab_left < bytes) {
-        const size_t size = bytes > SLAB_BYTES ? bytes : SLAB_BYTES;
-        void *host = NULL;
-        cu_deviceptr memory = 0;
-        mp_status status = MP_CUDA(device, err, cuMemHostAlloc, &host, size, 0);
-        if (status != MP_OK) {
-            return status;
-        }
-        status = MP_CUDA(device, err, cuMemAlloc, &memory, size);
-        if (status != MP_OK) {
-            (void)device->api->cuMemFreeHost(host); /* the failure to tell is the first one */
-            return status;
-        }
-        device->host_slab = host;
-        device->device_slab = memory;
-        device->slab_left = size;
-    }
-    slot->staging = device->host_slab;
-    slot->memory = device->device_slab;
-    slot->bytes = bytes;
-    device->host_slab += bytes;
-    device->device_slab += bytes;
-    device->slab_left -= bytes;
-    return MP_OK;
-}
-
 static mp_status
 create_events(mp_device *device, mp_slot *slot, mp_error *err)
 {
@@ -127,41 +186,80 @@ create_events(mp_device *device, mp_slot *slot, mp_error *err)
     return MP_OK;
 }
 
-mp_status
-mp_slot_take(mp_device *device, size_t bytes, mp_slot **out, mp_error *err)
+static void
+destroy_events(mp_device *device, const mp_slot *slot)
 {
-    size_t size = SLOT_MIN;
-    while (size < bytes) {
-        size *= 2;
-    }
-    *out = NULL;
-    pthread_mutex_lock(&device->lock);
-    mp_status status = take_used_lock_held(device, size, out, err);
-    if (status != MP_OK || *out != NULL) {
-        goto done;
-    }
+    /* After a failure, which is the one to tell. */
+    (void)device->api->cuEventDestroy(slot->uploaded);
+    (void)device->api->cuEventDestroy(slot->used);
+    (void)device->api->cuEventDestroy(slot->fence);
+}
+
+static mp_status
+create_lock_held(mp_device *device, size_t size, mp_slot **out, mp_error *err)
+{
     mp_slot *slot = calloc(1, sizeof *slot);
     if (slot == NULL) {
-        status = mp_error_set(err, MP_ERR_MEMORY, "out of memory");
-        goto done;
+        return mp_error_set(err, MP_ERR_MEMORY, "out of memory for a descriptor table");
     }
     /* Events first: they can be taken back. */
-    status = create_events(device, slot, err);
+    mp_status status = create_events(device, slot, err);
     if (status == MP_OK) {
-        status = cut_slab_lock_held(device, size, slot, err);
+        status = cut_new_lock_held(device, size, slot, err);
         if (status != MP_OK) {
-            (void)device->api->cuEventDestroy(slot->uploaded);
-            (void)device->api->cuEventDestroy(slot->used);
-            (void)device->api->cuEventDestroy(slot->fence);
+            destroy_events(device, slot);
         }
     }
     if (status != MP_OK) {
         free(slot);
-        goto done;
+        return status;
     }
     *out = slot;
-done:
+    return MP_OK;
+}
+
+mp_status
+mp_slot_take(mp_device *device, size_t bytes, mp_slot **out, mp_error *err)
+{
+    const size_t size = slot_size(bytes);
+    pthread_mutex_lock(&device->lock);
+    mp_status status = take_used_lock_held(device, size, out, err);
+    if (status == MP_OK && *out == NULL) {
+        status = create_lock_held(device, size, out, err);
+    }
     pthread_mutex_unlock(&device->lock);
+    return status;
+}
+
+mp_status
+mp_slot_take_captured(mp_device *device, size_t bytes, mp_slot **out, mp_error *err)
+{
+    const size_t size = slot_size(bytes);
+    mp_status status = MP_OK;
+    *out = NULL;
+    mp_slot *slot = calloc(1, sizeof *slot);
+    if (slot == NULL) {
+        return mp_error_set(err, MP_ERR_MEMORY, "out of memory for a descriptor table");
+    }
+    slot->captured = 1;
+    pthread_mutex_lock(&device->lock);
+    if (device->slab.left < size && device->reserve.left >= size) {
+        use_reserve_lock_held(device);
+    }
+    if (device->slab.left >= size) {
+        cut(&device->slab, size, slot);
+        *out = slot;
+    }
+    else {
+        status = mp_error_set(err, MP_ERR_DEVICE,
+                              "no memory is left for the descriptor tables of a stream capture, and none may be "
+                              "allocated now: run one warm-up step before each capture, device %d",
+                              device->index);
+    }
+    pthread_mutex_unlock(&device->lock);
+    if (status != MP_OK) {
+        free(slot);
+    }
     return status;
 }
 

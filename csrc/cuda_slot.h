@@ -2,10 +2,11 @@
  *
  * A slot is written by the host, copied to the device on one stream and read by launches on several.  It may be
  * written again only when all of that is over, which is never waited for: a slot that is given back joins a queue,
- * and is taken from there once its events have completed; otherwise new memory is cut.  Nothing is freed, since
- * cuMemFree may wait for the device; what is held is bounded by what was in use at one time.
+ * and is taken from there once its events have completed; otherwise a new one is cut from a slab.  Nothing is freed,
+ * since cuMemFree may wait for the device; what is held is bounded by what was in use at one time.
  *
- * A slot that a graph captured is kept as it is for good: the graph may be replayed at any time.
+ * A slot that a graph captured is kept as it is for good: the graph may be replayed at any time.  One slab is always
+ * held in reserve, so that slots can be cut under capture, where nothing may be allocated.
  */
 #ifndef DDP_MP_CUDA_SLOT_H
 #define DDP_MP_CUDA_SLOT_H
@@ -33,9 +34,14 @@ typedef struct mp_slot {
     cu_stream captured_stream; /* where that copy was captured */
 } mp_slot;
 
-/* A slot of at least this size that nothing uses any more, contents undefined.  The context is current, and nothing is
- * captured on the calling stream. */
+/* Allocates the reserve if there is none.  The context is current, and nothing is captured. */
+mp_status mp_slot_reserve(mp_device *device, mp_error *err);
+
+/* A slot of at least this size that nothing uses any more, contents undefined.  The same conditions. */
 mp_status mp_slot_take(mp_device *device, size_t bytes, mp_slot **out, mp_error *err);
+
+/* The same for a graph, without any driver call.  The slot has no events and is `captured` from the start. */
+mp_status mp_slot_take_captured(mp_device *device, size_t bytes, mp_slot **out, mp_error *err);
 
 /* Gives a slot back, in use or not; a captured one is only kept.  Makes no driver call.  NULL is ignored. */
 void mp_slot_give(mp_device *device, mp_slot *slot);

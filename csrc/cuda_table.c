@@ -2,11 +2,10 @@
  *
  * Under stream capture nothing may be allocated or asked, so:
  * - rows that are on the device already are read from there, by a kernel node.  That they are there before the graph
- *   runs is ordered by what orders all inputs of the graph: the warm-up before it.
- * - rows that changed (a graph's allocations have addresses of their own) go into the table's spare slot, taken by an
- *   earlier launch outside capture, through a copy node in front of the kernel node.  The pinned memory behind it is
- *   kept for good.  Without an earlier launch there is no spare, and the error says what to do.
- * Memory filled by a graph holds nothing outside it, so the next launch that is not captured sends the rows again.
+ *   runs is ordered by what orders all inputs of a graph: the steps before it.
+ * - rows that changed (a graph's allocations have addresses of their own) go into a slot cut from the reserve, through
+ *   a copy node in front of the kernel node.  The pinned memory behind it is kept for good.
+ * Memory that a graph fills holds nothing outside it, so the next launch that is not captured sends the rows again.
  */
 #include "cuda_table.h"
 
@@ -52,9 +51,8 @@ struct mp_table {
     uint32_t shift;
     int64_t chunks;
     uint64_t bytes_read, bytes_written;
-    int changed;    /* `slot` does not hold `image` */
-    mp_slot *slot;  /* NULL before the first launch */
-    mp_slot *spare; /* idle; for a launch under capture */
+    int changed;   /* `slot` does not hold `image` */
+    mp_slot *slot; /* NULL before the first launch */
 };
 
 /* ---- Rows to descriptors ---- */
@@ -273,7 +271,6 @@ mp_cuda_table_free(mp_table *table)
     if (mp_cuda_check_fork(&ignored) == MP_OK) {
         /* In a forked child the device's lock may be held for ever; its memory is not ours there anyway. */
         mp_slot_give(table->device, table->slot);
-        mp_slot_give(table->device, table->spare);
     }
     pthread_mutex_destroy(&table->lock);
     free(table->rows);
@@ -339,20 +336,17 @@ send_captured(mp_table *table, cu_stream stream, mp_error *err)
     if (!table->changed && slot != NULL && slot->captured_stream == stream) {
         return copy(table, slot, stream, err); /* the same bytes once more, in order on the same stream */
     }
-    slot = table->spare;
-    if (slot == NULL || slot->bytes < image_bytes(table)) {
-        return mp_error_set(err, MP_ERR_DEVICE,
-                            "a descriptor table of %zu rows cannot be placed during stream capture: run one warm-up "
-                            "step with the same model before capturing, device %d",
-                            table->image_count, table->device->index);
+    mp_status status = mp_slot_take_captured(table->device, image_bytes(table), &slot, err);
+    if (status != MP_OK) {
+        return status;
     }
     memcpy(slot->staging, table->image, image_bytes(table));
-    slot->captured = slot->captured_upload = 1;
+    slot->captured_upload = 1;
     slot->captured_stream = stream;
-    const mp_status status = copy(table, slot, stream, err);
-    table->spare = NULL;
+    status = copy(table, slot, stream, err);
     if (status != MP_OK) {
-        return status; /* the spare stays captured: a node may exist */
+        mp_slot_give(table->device, slot); /* which keeps it: a node may exist */
+        return status;
     }
     mp_slot_give(table->device, table->slot);
     table->slot = slot;
@@ -365,23 +359,17 @@ static mp_status
 place(mp_table *table, cu_stream stream, int caller, int capturing, mp_error *err)
 {
     const int stale = table->changed || table->slot == NULL || table->slot->captured_upload;
-    if (capturing) {
-        if (stale) {
-            return send_captured(table, stream, err);
+    if (!capturing) {
+        const mp_status status = mp_slot_reserve(table->device, err); /* a capture may have used it up */
+        if (status != MP_OK) {
+            return status;
         }
-        table->slot->captured = 1;
+    }
+    if (!stale) {
+        table->slot->captured |= capturing;
         return MP_OK;
     }
-    mp_status status = stale ? send(table, stream, caller, err) : MP_OK;
-    if (status == MP_OK && (table->spare == NULL || table->spare->bytes < image_bytes(table))) {
-        mp_slot *spare;
-        status = mp_slot_take(table->device, image_bytes(table), &spare, err);
-        if (status == MP_OK) {
-            mp_slot_give(table->device, table->spare);
-            table->spare = spare;
-        }
-    }
-    return status;
+    return capturing ? send_captured(table, stream, err) : send(table, stream, caller, err);
 }
 
 /* ---- Launching ---- */

@@ -1,0 +1,963 @@
+/* Tests of the CUDA backend, against the simulated driver of tests/simcuda: opening and its failures, conversion bit
+ * for bit, uploads, order between streams, memory that is in use, events, capture, faults, fork.
+ *
+ * gcc -std=c11 -D_GNU_SOURCE -O1 -g -Wall -Wextra -Werror -pthread -fsanitize=address,undefined -Icsrc -Itests/simcuda tests/c/test_cuda.c csrc/backend.c csrc/backend_cuda.c csrc/cuda_*.c csrc/cast.c csrc/cast_scalar.c csrc/cast_avx2.c csrc/cast_avx512.c csrc/cast_neon.c -ldl -lm -o test_cuda
+ *
+ * DDP_MP_SIMCUDA names the simulated libcuda.so.1 and DDP_MP_IMAGE the file that kernels/build_image.py makes.  Without
+ * them, all that is tested is that a machine without a driver is told so.
+ */
+#include <dlfcn.h>
+#include <math.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "backend.h"
+#include "backend_cuda.h"
+#include "cast.h"
+#include "check.h"
+#include "cuda_image.h"
+#include "simcuda.h"
+
+/* ---- What the build would have embedded: read from a file, so defined where C cannot see that it is written ---- */
+
+__asm__(".pushsection .bss\n"
+        ".balign 64\n"
+        ".globl mp_cuda_image\n"
+        "mp_cuda_image:\n"
+        "image_room: .skip 4194304\n"
+        ".globl mp_cuda_image_size\n"
+        "mp_cuda_image_size:\n"
+        "image_size: .skip 8\n"
+        ".popsection\n");
+extern unsigned char image_room[];
+extern size_t image_size;
+
+const char mp_cuda_image_note[] = "no image in this test";
+const char mp_cuda_source[] = "";
+
+/* ---- The simulator, by name ---- */
+
+typedef struct driver {
+    int (*cuStreamCreate)(void **stream, unsigned flags);
+    int (*cuStreamBeginCapture)(void *stream, int mode);
+    int (*cuStreamEndCapture)(void *stream, void **graph);
+    int (*cuCtxGetCurrent)(void **context);
+    int (*cuCtxPushCurrent)(void *context);
+    int (*cuDevicePrimaryCtxRetain)(void **context, int device);
+    int (*cuGraphInstantiate)(void **exec, void *graph, unsigned long long flags);
+    int (*cuGraphLaunch)(void *exec, void *stream);
+    int (*cuStreamSynchronize)(void *stream);
+    void (*begin)(int schedule, uint64_t seed);
+    const char *(*report)(void);
+    int (*report_count)(const char *kind);
+    uint64_t (*calls)(const char *api);
+    uint64_t (*blocking)(void);
+    void (*fault)(const char *api, uint64_t nth, int code, uint64_t times);
+    void (*fault_kernel)(uint64_t nth, int code);
+    void (*set_devices)(const char *capabilities);
+    uint64_t (*forked_calls)(void);
+    void (*own)(void *base, size_t bytes, const char *label, int device);
+    void (*disown)(void *base);
+    int (*work)(void *stream, const sim_range *ranges, size_t count, void *into, const void *data, size_t bytes,
+                const char *label);
+    int (*access)(void *stream, const sim_range *ranges, size_t count, const char *label);
+    int (*enter)(void *stream);
+} driver;
+
+static driver sim;
+static const mp_backend *const backend = &mp_backend_cuda;
+static mp_device *device;
+static mp_error error;
+
+#define OK(call)                                                                                                      \
+    do {                                                                                                              \
+        error.text[0] = '\0';                                                                                         \
+        CHECK_EQ((call), MP_OK);                                                                                      \
+        if (error.text[0] != '\0') {                                                                                  \
+            fprintf(stderr, "  %s\n", error.text);                                                                    \
+        }                                                                                                             \
+    } while (0)
+
+static const int schedules[] = {SIM_EAGER, SIM_LAZY, SIM_RANDOM, SIM_RANDOM, SIM_THREAD};
+static const size_t schedule_count = sizeof schedules / sizeof *schedules;
+
+static void
+resolve(void *library, void *field, const char *name)
+{
+    void *address = dlsym(library, name);
+    if (address == NULL) {
+        fprintf(stderr, "the simulated driver has no %s\n", name);
+        exit(2);
+    }
+    memcpy(field, &address, sizeof address);
+}
+
+static void
+load_simulator(const char *path)
+{
+    void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    if (library == NULL) {
+        fprintf(stderr, "%s\n", dlerror());
+        exit(2);
+    }
+    resolve(library, &sim.cuStreamCreate, "cuStreamCreate");
+    resolve(library, &sim.cuStreamBeginCapture, "cuStreamBeginCapture_v2");
+    resolve(library, &sim.cuStreamEndCapture, "cuStreamEndCapture");
+    resolve(library, &sim.cuCtxGetCurrent, "cuCtxGetCurrent");
+    resolve(library, &sim.cuCtxPushCurrent, "cuCtxPushCurrent_v2");
+    resolve(library, &sim.cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain");
+    resolve(library, &sim.cuGraphInstantiate, "cuGraphInstantiateWithFlags");
+    resolve(library, &sim.cuGraphLaunch, "cuGraphLaunch");
+    resolve(library, &sim.cuStreamSynchronize, "cuStreamSynchronize");
+    resolve(library, &sim.begin, "sim_begin");
+    resolve(library, &sim.report, "sim_report");
+    resolve(library, &sim.report_count, "sim_report_count");
+    resolve(library, &sim.calls, "sim_calls");
+    resolve(library, &sim.blocking, "sim_blocking_calls");
+    resolve(library, &sim.fault, "sim_fault");
+    resolve(library, &sim.fault_kernel, "sim_fault_kernel");
+    resolve(library, &sim.set_devices, "sim_set_devices");
+    resolve(library, &sim.forked_calls, "sim_forked_calls");
+    resolve(library, &sim.own, "sim_register");
+    resolve(library, &sim.disown, "sim_unregister");
+    resolve(library, &sim.work, "sim_work");
+    resolve(library, &sim.access, "sim_access");
+    resolve(library, &sim.enter, "sim_enter");
+}
+
+static void
+load_image(const char *path)
+{
+    FILE *file = fopen(path, "rb");
+    if (file == NULL) {
+        fprintf(stderr, "cannot open %s\n", path);
+        exit(2);
+    }
+    image_size = fread(image_room, 1, 4194304, file);
+    fclose(file);
+}
+
+/* ---- Memory of a framework ---- */
+
+static void *
+device_memory(size_t bytes, const char *label)
+{
+    void *memory = aligned_alloc(64, (bytes + 63) / 64 * 64);
+    memset(memory, 0xA5, (bytes + 63) / 64 * 64);
+    sim.own(memory, (bytes + 63) / 64 * 64, label, 0);
+    return memory;
+}
+
+static void
+release(void *memory)
+{
+    sim.disown(memory);
+    free(memory);
+}
+
+static void *
+new_stream(void)
+{
+    void *context, *stream = NULL;
+    CHECK_EQ(sim.cuDevicePrimaryCtxRetain(&context, 0), 0);
+    CHECK_EQ(sim.cuCtxPushCurrent(context), 0);
+    CHECK_EQ(sim.cuStreamCreate(&stream, 1), 0);
+    return stream;
+}
+
+/* A table of one float32 -> bfloat16 row, the values that it reads and where they go. */
+#define COUNT 3000
+typedef struct fixture {
+    float *master;
+    uint16_t *low;
+    mp_row row;
+    mp_table *table;
+} fixture;
+
+static void
+fixture_init(fixture *f)
+{
+    f->master = device_memory(COUNT * sizeof *f->master, "master");
+    f->low = device_memory(COUNT * sizeof *f->low, "low");
+    for (int i = 0; i < COUNT; i++) {
+        f->master[i] = (float)i;
+    }
+    f->row = (mp_row){f->master, NULL, f->low, COUNT, MP_F32, MP_F32, MP_BF16};
+    OK(backend->table_new(device, &f->table, &error));
+    OK(backend->table_set(f->table, &f->row, 1, &error));
+}
+
+static void
+fixture_fini(fixture *f)
+{
+    OK(backend->synchronize(device, &error));
+    backend->table_free(f->table);
+    release(f->master);
+    release(f->low);
+}
+
+/* Queues `value` for every master on the stream, as an optimizer would write it. */
+static void
+write_masters(const fixture *f, void *stream, float value)
+{
+    static float values[COUNT];
+    for (int i = 0; i < COUNT; i++) {
+        values[i] = value;
+    }
+    const sim_range range = {f->master, sizeof values, 1};
+    sim.work(stream, &range, 1, f->master, values, sizeof values, "optimizer");
+}
+
+/* Queues a read of what was cast, as a layer's kernel would, and returns the first value. */
+static float
+read_low(const fixture *f, void *stream)
+{
+    const sim_range range = {f->low, COUNT * sizeof *f->low, 0};
+    sim.enter(stream);
+    const uint32_t bits = (uint32_t)f->low[COUNT - 1] << 16;
+    sim.access(stream, &range, 1, "layer");
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static void
+expect_clean(void)
+{
+    CHECK_STR_EQ(sim.report(), "");
+}
+
+/* ---- Opening ---- */
+
+static void
+test_open_without_driver_says_so(void)
+{
+    char text[256];
+    mp_cuda_status(text, sizeof text);
+    CHECK_STR_EQ(text, "not used yet");
+    if (backend->open(0, &device, &error) == MP_OK) {
+        return; /* a machine with a device */
+    }
+    CHECK(error.status == MP_ERR_UNAVAILABLE || error.status == MP_ERR_DEVICE);
+    CHECK(error.text[0] != '\0');
+    mp_cuda_status(text, sizeof text);
+    CHECK(strncmp(text, "off: ", 5) == 0 && strstr(text, error.text) != NULL);
+    CHECK_EQ(mp_cuda_is_simulated(), 0);
+}
+
+/* Every call that opening makes fails once: the error names it, nothing is kept, the next open may succeed. */
+static void
+test_open_survives_every_fault(void)
+{
+    uint64_t faults = 0;
+    const char *why;
+    CHECK(mp_cuda_load(&why) != NULL); /* so that no fault falls on looking up a name, which has another way */
+    for (uint64_t nth = 1;; nth++) {
+        sim.begin(SIM_EAGER, 1);
+        sim.fault("*", nth, 999, 1);
+        const mp_status status = backend->open(0, &device, &error);
+        if (status == MP_OK) {
+            break;
+        }
+        faults++;
+        CHECK_EQ(status, MP_ERR_DEVICE);
+        CHECK(strncmp(error.text, "cu", 2) == 0 && strstr(error.text, "(999)") != NULL);
+        CHECK(device == NULL);
+        if (nth > 200) {
+            CHECK(nth <= 200);
+            break;
+        }
+    }
+    CHECK(faults >= 15);
+    sim.begin(SIM_EAGER, 1); /* the last fault is still to come */
+}
+
+static void
+test_open_finds_devices(void)
+{
+    mp_device *again, *second, *third;
+    OK(backend->open(0, &again, &error));
+    CHECK(again == device);
+    OK(backend->open(1, &second, &error));
+    CHECK(second != device);
+    CHECK(backend->native_stream(device) != NULL);
+    CHECK(backend->native_stream(second) != backend->native_stream(device));
+    CHECK_EQ(backend->open(5, &third, &error), MP_ERR_UNAVAILABLE);
+    CHECK_EQ(backend->open(-1, &third, &error), MP_ERR_UNAVAILABLE);
+    CHECK(mp_cuda_driver_version() > 0);
+    char text[256];
+    mp_cuda_status(text, sizeof text);
+    CHECK(strstr(text, "device 0: sm_90, embedded image; device 1: sm_75, embedded image") != NULL);
+    CHECK_EQ(mp_cuda_is_simulated(), 1);
+}
+
+/* ---- Conversion ---- */
+
+static uint64_t
+next(void)
+{
+    static uint64_t state = 88172645463325252u;
+    state ^= state << 13;
+    state ^= state >> 7;
+    return state ^= state << 17;
+}
+
+/* Random bits, or a value of moderate size rounded to the type. */
+static void
+fill(unsigned char *to, int64_t count, mp_dtype type)
+{
+    for (int64_t i = 0; i < count; i++, to += mp_dtype_size(type)) {
+        const uint64_t bits = next();
+        const double value = ldexp((double)(int64_t)next(), (int)(next() % 60) - 90);
+        if (bits % 3 == 0) {
+            memcpy(to, &bits, mp_dtype_size(type));
+        }
+        else {
+            mp_cast_select("scalar")->cast[MP_F64][type](&value, to, 1);
+        }
+    }
+}
+
+static int
+same_value(const unsigned char *a, const unsigned char *b, mp_dtype type)
+{
+    double x, y;
+    mp_cast_select("scalar")->cast[type][MP_F64](a, &x, 1);
+    mp_cast_select("scalar")->cast[type][MP_F64](b, &y, 1);
+    return memcmp(a, b, mp_dtype_size(type)) == 0 || (isnan(x) && isnan(y));
+}
+
+/* A random row with guards around its destination, and the same row for the host. */
+typedef struct trial {
+    mp_row row, host;
+    unsigned char *src, *add, *dst, *host_dst;
+    size_t room;
+} trial;
+
+static unsigned char *
+place(unsigned char **memory, size_t room, mp_dtype type, uint64_t offset)
+{
+    *memory = device_memory(room, "row");
+    return *memory + (1 + offset) * mp_dtype_size(type);
+}
+
+static void
+trial_init(trial *t)
+{
+    const int64_t numel = (int64_t)(next() % 6 == 0 ? 0 : next() % 3 == 0 ? next() % 3000 : next() % 70);
+    const mp_dtype src = (mp_dtype)(next() % 4), add = (mp_dtype)(next() % 4), dst = (mp_dtype)(next() % 4);
+    const uint64_t kind = next() % 5, offset = next() % 18;
+    t->room = ((size_t)numel + 40) * 8;
+    unsigned char *a = place(&t->src, t->room, src, next() % 18), *b = place(&t->add, t->room, add, next() % 18);
+    unsigned char *c = place(&t->dst, t->room, dst, offset), *d = place(&t->host_dst, t->room, dst, offset);
+    fill(a, numel, src);
+    fill(b, numel, add);
+    t->row = (mp_row){a, kind < 2 ? NULL : b, c, numel, src, add, dst};
+    t->host = t->row;
+    t->host.dst = d;
+    if (kind == 3) { /* the source is the destination */
+        fill(c, numel, dst);
+        memcpy(d, c, (size_t)numel * mp_dtype_size(dst));
+        t->row.src = c;
+        t->host.src = d;
+        t->row.src_dtype = t->host.src_dtype = dst;
+    }
+    else if (kind == 4) {
+        t->row.src = t->host.src = NULL;
+    }
+}
+
+static void
+trial_check(trial *t, double divisor)
+{
+    const size_t size = mp_dtype_size(t->row.dst_dtype);
+    const unsigned char *got = t->row.dst, *want = t->host.dst;
+    mp_row_run(mp_cast_select("scalar"), &t->host, 0, t->host.numel, divisor, 0);
+    for (int64_t i = 0; i < t->row.numel; i++) {
+        CHECK(same_value(got + (size_t)i * size, want + (size_t)i * size, t->row.dst_dtype));
+    }
+    const size_t before = (size_t)(got - t->dst), after = before + (size_t)t->row.numel * size;
+    for (size_t i = 0; i < t->room; i++) {
+        CHECK((i >= before && i < after) || t->dst[i] == 0xA5);
+    }
+    release(t->src);
+    release(t->add);
+    release(t->dst);
+    release(t->host_dst);
+}
+
+static void
+test_launch_converts_as_the_host(mp_device *on, int rounds)
+{
+    static const double divisors[] = {1, 1, 2, 3, 1024, 0.5, -4, 7, 0.1, 1e30, 8};
+    mp_table *table;
+    OK(backend->table_new(on, &table, &error));
+    for (int round = 0; round < rounds; round++) {
+        sim.begin(schedules[round % 4], (uint64_t)round);
+        trial trials[12];
+        mp_row rows[12];
+        const size_t count = 1 + next() % 12;
+        const double divisor = divisors[next() % 11];
+        for (size_t i = 0; i < count; i++) {
+            trial_init(&trials[i]);
+            sim.disown(trials[i].src), sim.own(trials[i].src, trials[i].room, "src", -1);
+            sim.disown(trials[i].add), sim.own(trials[i].add, trials[i].room, "add", -1);
+            sim.disown(trials[i].dst), sim.own(trials[i].dst, trials[i].room, "dst", -1);
+            rows[i] = trials[i].row;
+        }
+        OK(backend->table_set(table, rows, count, &error));
+        OK(backend->launch(table, divisor, &error));
+        OK(backend->synchronize(on, &error));
+        expect_clean();
+        for (size_t i = 0; i < count; i++) {
+            trial_check(&trials[i], divisor);
+        }
+    }
+    backend->table_free(table);
+}
+
+static void
+test_table_empty_launches_nothing(void)
+{
+    mp_table *table;
+    const mp_row empty[] = {{NULL, NULL, NULL, 0, MP_F32, MP_F32, MP_BF16},
+                            {NULL, NULL, NULL, 0, MP_F64, MP_F64, MP_F16}};
+    sim.begin(SIM_LAZY, 1);
+    OK(backend->table_new(device, &table, &error));
+    OK(backend->launch(table, 1.0, &error));
+    OK(backend->table_set(table, NULL, 0, &error));
+    OK(backend->launch(table, 1.0, &error));
+    OK(backend->table_set(table, empty, 2, &error));
+    OK(backend->launch(table, 2.0, &error));
+    CHECK_EQ(sim.calls("cuLaunchKernel"), 0);
+    CHECK_EQ(sim.calls("cuMemcpyHtoDAsync"), 0);
+    backend->table_free(table);
+    backend->table_free(NULL);
+}
+
+static void
+test_table_set_refuses_bad_rows(void)
+{
+    fixture f;
+    sim.begin(SIM_LAZY, 1);
+    fixture_init(&f);
+    mp_row row = f.row;
+    row.numel = -1;
+    CHECK_EQ(backend->table_set(f.table, &row, 1, &error), MP_ERR_ARGUMENT);
+    row.numel = INT64_MAX;
+    CHECK_EQ(backend->table_set(f.table, &row, 1, &error), MP_ERR_ARGUMENT);
+    row = f.row;
+    row.dst = NULL;
+    CHECK_EQ(backend->table_set(f.table, &row, 1, &error), MP_ERR_ARGUMENT);
+    row.dst = (char *)f.low + 1;
+    CHECK_EQ(backend->table_set(f.table, &row, 1, &error), MP_ERR_ARGUMENT);
+    CHECK_STR_EQ(error.text, "row 0: dst is not aligned to its elements");
+    row = f.row;
+    row.src_dtype = MP_DTYPE_NONE;
+    CHECK_EQ(backend->table_set(f.table, &row, 1, &error), MP_ERR_ARGUMENT);
+    CHECK_EQ(backend->table_set(f.table, NULL, 3, &error), MP_ERR_ARGUMENT);
+    OK(backend->launch(f.table, 1.0, &error)); /* still the good row */
+    OK(backend->synchronize(device, &error));
+    CHECK_EQ(f.low[1], 0x3f80);
+    fixture_fini(&f);
+}
+
+/* ---- Uploads ---- */
+
+static void
+test_launch_sends_only_changed_rows(void)
+{
+    fixture f;
+    mp_counters before, after;
+    fixture_init(&f);
+    for (size_t i = 0; i < schedule_count; i++) {
+        sim.begin(schedules[i], i);
+        mp_row row = f.row;
+        row.numel = COUNT - 1 - (int64_t)i; /* not what the last turn left */
+        OK(backend->table_set(f.table, &row, 1, &error));
+        OK(backend->launch(f.table, 1.0, &error));
+        backend->counters(device, &before);
+        for (int step = 0; step < 5; step++) {
+            OK(backend->table_set(f.table, &row, 1, &error));
+            OK(backend->launch(f.table, 1.0, &error));
+        }
+        backend->counters(device, &after);
+        CHECK_EQ(after.uploads, before.uploads);
+        CHECK_EQ(after.launches, before.launches + 5);
+        CHECK_EQ(after.bytes_read, before.bytes_read + 20 * (uint64_t)row.numel);
+        CHECK_EQ(after.bytes_written, before.bytes_written + 10 * (uint64_t)row.numel);
+        row.numel--;
+        OK(backend->table_set(f.table, &row, 1, &error));
+        OK(backend->launch(f.table, 1.0, &error));
+        backend->counters(device, &after);
+        CHECK_EQ(after.uploads, before.uploads + 1);
+        expect_clean();
+    }
+    fixture_fini(&f);
+}
+
+/* Rows that change in every step, with work pending: staging and device memory in use are never written. */
+static void
+test_table_changes_while_work_is_pending(void)
+{
+    enum { TABLES = 5, STEPS = 12 };
+    fixture f[TABLES];
+    void *stream = new_stream();
+    for (size_t s = 0; s < schedule_count; s++) {
+        sim.begin(schedules[s], s);
+        for (int i = 0; i < TABLES; i++) {
+            fixture_init(&f[i]);
+        }
+        for (int step = 0; step < STEPS; step++) {
+            for (int i = 0; i < TABLES; i++) {
+                f[i].row.numel = COUNT - step;
+                OK(backend->table_set(f[i].table, &f[i].row, 1, &error));
+                OK(backend->order_after(device, stream, &error));
+                OK(backend->launch(f[i].table, 1.0, &error));
+                if (i % 2) {
+                    /* On both streams, ordered by an event as the engine would. */
+                    mp_event *event;
+                    OK(backend->event_get(device, &event, &error));
+                    OK(backend->event_record(event, &error));
+                    OK(backend->event_wait(event, stream, &error));
+                    backend->event_put(event);
+                    OK(backend->launch_on(f[i].table, 1.0, stream, &error));
+                }
+            }
+        }
+        CHECK_EQ(sim.blocking(), 0);
+        OK(backend->order_after(device, stream, &error));
+        OK(backend->synchronize(device, &error));
+        expect_clean();
+        for (int i = 0; i < TABLES; i++) {
+            fixture_fini(&f[i]);
+        }
+    }
+}
+
+/* A table that is sent on a caller's stream and used on the private one at once. */
+static void
+test_table_sent_on_one_stream_is_ready_on_others(void)
+{
+    void *first = new_stream(), *second = new_stream();
+    for (size_t s = 0; s < schedule_count; s++) {
+        fixture f;
+        sim.begin(schedules[s], s);
+        fixture_init(&f);
+        mp_row row = f.row;
+        row.src = NULL; /* writes zeros: then the launches below do not race over the masters */
+        row.dst = f.low;
+        row.numel = 8;
+        OK(backend->table_set(f.table, &row, 1, &error));
+        OK(backend->launch_on(f.table, 1.0, first, &error));
+        OK(backend->order_after(device, first, &error));
+        OK(backend->launch(f.table, 1.0, &error));
+        OK(backend->order_after(device, first, &error));
+        mp_event *event;
+        OK(backend->event_get(device, &event, &error));
+        OK(backend->event_record(event, &error));
+        OK(backend->event_wait(event, second, &error));
+        OK(backend->launch_on(f.table, 1.0, second, &error));
+        OK(backend->order_after(device, second, &error));
+        backend->event_put(event);
+        OK(backend->synchronize(device, &error));
+        expect_clean();
+        fixture_fini(&f);
+    }
+}
+
+/* ---- Order ---- */
+
+static void
+one_step(fixture *f, void *stream, float value)
+{
+    mp_event *event;
+    write_masters(f, stream, value);
+    OK(backend->order_after(device, stream, &error));
+    OK(backend->launch(f->table, 1.0, &error));
+    OK(backend->event_get(device, &event, &error));
+    OK(backend->event_record(event, &error));
+    OK(backend->event_wait(event, stream, &error));
+    backend->event_put(event);
+    CHECK_EQ(read_low(f, stream), value);
+}
+
+static void
+test_step_is_ordered_and_cheap(void)
+{
+    fixture f;
+    void *const streams[] = {new_stream(), NULL}; /* the legacy default stream too */
+    fixture_init(&f);
+    for (size_t s = 0; s < schedule_count; s++) {
+        sim.begin(schedules[s], s);
+        void *stream = streams[s % 2];
+        one_step(&f, stream, 1.0f);
+        one_step(&f, stream, 2.0f);
+        const uint64_t allocations = sim.calls("cuMemAlloc") + sim.calls("cuMemHostAlloc") +
+                                     sim.calls("cuEventCreate");
+        const uint64_t launches = sim.calls("cuLaunchKernel"), records = sim.calls("cuEventRecord");
+        const uint64_t waits = sim.calls("cuStreamWaitEvent"), copies = sim.calls("cuMemcpyHtoDAsync");
+        one_step(&f, stream, 3.0f);
+        CHECK_EQ(sim.calls("cuLaunchKernel") - launches, 1);
+        CHECK_EQ(sim.calls("cuEventRecord") - records, 2);
+        CHECK_EQ(sim.calls("cuStreamWaitEvent") - waits, 2);
+        CHECK_EQ(sim.calls("cuMemcpyHtoDAsync") - copies, 0);
+        CHECK_EQ(sim.calls("cuMemAlloc") + sim.calls("cuMemHostAlloc") + sim.calls("cuEventCreate"), allocations);
+        CHECK_EQ(sim.blocking(), 0);
+        expect_clean();
+    }
+    fixture_fini(&f);
+}
+
+/* The simulator would see a missing wait: without this the test above proves nothing. */
+static void
+test_missing_order_is_reported(void)
+{
+    fixture f;
+    void *stream = new_stream();
+    sim.begin(SIM_LAZY, 3);
+    fixture_init(&f);
+    write_masters(&f, stream, 1.0f);
+    OK(backend->launch(f.table, 1.0, &error));
+    OK(backend->synchronize(device, &error));
+    CHECK_EQ(sim.cuStreamSynchronize(stream), 0);
+    CHECK(sim.report_count("RACE") > 0);
+    sim.begin(SIM_LAZY, 3);
+    fixture_fini(&f);
+}
+
+static void
+test_context_of_the_caller_is_restored(void)
+{
+    fixture f;
+    void *before, *after;
+    sim.begin(SIM_EAGER, 1);
+    fixture_init(&f);
+    CHECK_EQ(sim.cuCtxGetCurrent(&before), 0);
+    one_step(&f, NULL, 1.0f);
+    sim.fault("cuLaunchKernel", 1, 999, 1);
+    CHECK_EQ(backend->launch(f.table, 1.0, &error), MP_ERR_DEVICE);
+    sim.fault("cuEventRecord", 1, 999, 1);
+    CHECK_EQ(backend->order_after(device, NULL, &error), MP_ERR_DEVICE);
+    CHECK_EQ(sim.cuCtxGetCurrent(&after), 0);
+    CHECK(before == after);
+    fixture_fini(&f);
+}
+
+/* ---- Events ---- */
+
+static void
+test_event_states(void)
+{
+    fixture f;
+    mp_event *event, *again;
+    int done;
+    sim.begin(SIM_LAZY, 1);
+    fixture_init(&f);
+    OK(backend->event_get(device, &event, &error));
+    OK(backend->event_query(event, &done, &error));
+    CHECK_EQ(done, 1); /* never recorded */
+    OK(backend->event_wait(event, NULL, &error));
+    OK(backend->event_synchronize(event, &error));
+    CHECK_EQ(sim.calls("cuStreamWaitEvent") + sim.calls("cuEventSynchronize"), 0);
+    OK(backend->launch(f.table, 1.0, &error));
+    OK(backend->event_record(event, &error));
+    OK(backend->event_synchronize(event, &error));
+    OK(backend->event_query(event, &done, &error));
+    CHECK_EQ(done, 1);
+    CHECK_EQ(f.low[2], 0x4000);
+    CHECK(backend->event_native(event) != NULL);
+    OK(backend->launch(f.table, 1.0, &error));
+    OK(backend->event_record(event, &error));
+    backend->event_put(event);
+    backend->event_put(NULL);
+    OK(backend->event_get(device, &again, &error));
+    CHECK(again == event); /* pooled */
+    OK(backend->event_query(again, &done, &error));
+    CHECK_EQ(done, 1); /* what it recorded before is not its own */
+    backend->event_put(again);
+    fixture_fini(&f);
+}
+
+/* ---- Capture ---- */
+
+static const char *const forbidden[] = {"cuMemAlloc",   "cuMemHostAlloc",       "cuMemFreeHost",      "cuEventQuery",
+                                        "cuEventCreate", "cuEventSynchronize", "cuStreamSynchronize"};
+
+static void
+capture_step(fixture *f, void *stream, void **graph)
+{
+    mp_event *event;
+    OK(backend->order_after(device, stream, &error));
+    OK(backend->launch(f->table, 1.0, &error));
+    OK(backend->event_get(device, &event, &error));
+    OK(backend->event_record(event, &error));
+    OK(backend->event_wait(event, stream, &error));
+    backend->event_put(event);
+    OK(backend->launch_on(f->table, 1.0, stream, &error));
+    CHECK_EQ(sim.cuStreamEndCapture(stream, graph), 0);
+}
+
+/* `moved`: the rows change under capture, as those of tensors that a graph allocates do. */
+static void
+capture_and_replay(int schedule, int moved)
+{
+    fixture f;
+    void *stream = new_stream(), *graph = NULL, *exec = NULL;
+    uint64_t before[sizeof forbidden / sizeof *forbidden];
+    sim.begin(schedule, 7);
+    fixture_init(&f);
+    one_step(&f, stream, 1.0f);
+    uint16_t *elsewhere = device_memory(COUNT * sizeof *elsewhere, "graph memory");
+    OK(backend->synchronize(device, &error));
+    CHECK_EQ(sim.cuStreamSynchronize(stream), 0);
+    for (size_t i = 0; i < sizeof forbidden / sizeof *forbidden; i++) {
+        before[i] = sim.calls(forbidden[i]);
+    }
+    CHECK_EQ(sim.cuStreamBeginCapture(stream, 0), 0);
+    mp_row row = f.row;
+    if (moved) {
+        row.dst = elsewhere;
+        OK(backend->table_set(f.table, &row, 1, &error));
+    }
+    capture_step(&f, stream, &graph);
+    for (size_t i = 0; i < sizeof forbidden / sizeof *forbidden; i++) {
+        CHECK_EQ(sim.calls(forbidden[i]), before[i]);
+    }
+    CHECK_EQ(sim.cuGraphInstantiate(&exec, graph, 0), 0);
+    /* Rows that change after the capture do not reach into the graph. */
+    OK(backend->table_set(f.table, &f.row, 1, &error));
+    for (int step = 2; step < 5; step++) {
+        one_step(&f, stream, (float)step);
+        CHECK_EQ(sim.cuGraphLaunch(exec, stream), 0);
+        if (moved) {
+            fixture g = f;
+            g.low = elsewhere;
+            CHECK_EQ(read_low(&g, stream), (float)step);
+        }
+        CHECK_EQ(read_low(&f, stream), (float)step);
+    }
+    expect_clean();
+    CHECK_EQ(sim.cuStreamSynchronize(stream), 0);
+    OK(backend->synchronize(device, &error));
+    release(elsewhere);
+    fixture_fini(&f);
+}
+
+/* Tables that keep changing under capture use up the reserve; the next step outside makes a new one. */
+static void
+test_capture_of_too_many_tables_is_refused(void)
+{
+    fixture f;
+    void *stream = new_stream(), *graph = NULL;
+    int launches = 0;
+    sim.begin(SIM_LAZY, 1);
+    fixture_init(&f);
+    for (int turn = 0; turn < 2; turn++) {
+        CHECK_EQ(sim.cuStreamBeginCapture(stream, 0), 0);
+        mp_status status = MP_OK;
+        for (launches = 0; status == MP_OK && launches < 2000; launches++) {
+            f.row.numel = 1 + launches;
+            OK(backend->table_set(f.table, &f.row, 1, &error));
+            status = backend->launch_on(f.table, 1.0, stream, &error);
+        }
+        CHECK_EQ(status, MP_ERR_DEVICE);
+        CHECK(launches > 200);
+        CHECK(strstr(error.text, "run one warm-up step") != NULL);
+        CHECK_EQ(sim.cuStreamEndCapture(stream, &graph), 0); /* the capture itself is unharmed */
+        OK(backend->launch_on(f.table, 1.0, stream, &error));
+        CHECK_EQ(sim.cuStreamSynchronize(stream), 0);
+    }
+    expect_clean();
+    fixture_fini(&f);
+}
+
+/* ---- Threads ---- */
+
+#define THREADS 4
+
+static void *
+thread_main(void *argument)
+{
+    fixture *f = argument;
+    void *stream = backend->native_stream(device); /* of its own: what is shared here is the device */
+    for (int step = 0; step < 40; step++) {
+        mp_event *event;
+        mp_error mine;
+        mp_status status = MP_OK;
+        f->row.numel = COUNT - step % 3;
+        status |= backend->table_set(f->table, &f->row, 1, &mine);
+        status |= backend->order_after(device, stream, &mine);
+        status |= backend->launch(f->table, 1.0, &mine);
+        status |= backend->event_get(device, &event, &mine);
+        status |= backend->event_record(event, &mine);
+        status |= backend->event_wait(event, stream, &mine);
+        status |= backend->launch_on(f->table, 1.0, stream, &mine);
+        status |= backend->event_synchronize(event, &mine);
+        backend->event_put(event);
+        if (status != MP_OK || f->low[2] != 0x4000) {
+            return f;
+        }
+    }
+    return NULL;
+}
+
+static void
+test_threads_share_a_device(void)
+{
+    pthread_t threads[THREADS];
+    fixture f[THREADS];
+    sim.begin(SIM_THREAD, 1);
+    for (int i = 0; i < THREADS; i++) {
+        fixture_init(&f[i]);
+        CHECK_EQ(pthread_create(&threads[i], NULL, thread_main, &f[i]), 0);
+    }
+    for (int i = 0; i < THREADS; i++) {
+        void *failed;
+        CHECK_EQ(pthread_join(threads[i], &failed), 0);
+        CHECK(failed == NULL);
+    }
+    for (int i = 0; i < THREADS; i++) {
+        fixture_fini(&f[i]);
+    }
+    expect_clean();
+}
+
+/* ---- Failure ---- */
+
+/* A step with changed rows; stops at the first failure. */
+static mp_status
+try_step(fixture *f, void *stream, int64_t numel)
+{
+    mp_event *event = NULL;
+    f->row.numel = numel;
+    mp_status status = backend->table_set(f->table, &f->row, 1, &error);
+    if (status != MP_OK || (status = backend->order_after(device, stream, &error)) != MP_OK ||
+        (status = backend->launch(f->table, 1.0, &error)) != MP_OK ||
+        (status = backend->event_get(device, &event, &error)) != MP_OK) {
+        return status;
+    }
+    if ((status = backend->event_record(event, &error)) == MP_OK &&
+        (status = backend->event_wait(event, stream, &error)) == MP_OK) {
+        status = backend->launch_on(f->table, 1.0, stream, &error);
+    }
+    backend->event_put(event);
+    return status;
+}
+
+/* Each call of a step fails once: it is told, and the steps after it are right. */
+static void
+test_step_survives_every_fault(void)
+{
+    fixture f;
+    void *stream = new_stream();
+    uint64_t nth = 1;
+    for (mp_status status = MP_ERR_DEVICE; status != MP_OK && nth < 300; nth++) {
+        sim.begin(SIM_RANDOM, nth);
+        fixture_init(&f);
+        sim.fault("*", nth, 999, 1);
+        status = try_step(&f, stream, COUNT);
+        if (status != MP_OK) {
+            CHECK(strstr(error.text, "(999)") != NULL && strstr(error.text, ", device 0") != NULL);
+        }
+        sim.begin(SIM_RANDOM, nth); /* waits for everything: a failed step leaves its streams unordered */
+        for (int step = 0; step < 3; step++) {
+            one_step(&f, stream, (float)step);
+        }
+        OK(try_step(&f, stream, COUNT - 1));
+        CHECK_EQ(sim.cuStreamSynchronize(stream), 0);
+        expect_clean();
+        fixture_fini(&f);
+    }
+    CHECK(nth > 20 && nth < 300);
+}
+
+static void
+test_fork_is_refused(void)
+{
+    fixture f;
+    mp_event *event;
+    sim.begin(SIM_LAZY, 1);
+    fixture_init(&f);
+    OK(backend->event_get(device, &event, &error));
+    const pid_t child = fork();
+    if (child == 0) {
+        mp_device *other;
+        mp_table *table;
+        int done;
+        const int refused = backend->launch(f.table, 1.0, &error) == MP_ERR_FORKED &&
+                            backend->open(0, &other, &error) == MP_ERR_FORKED &&
+                            backend->order_after(device, NULL, &error) == MP_ERR_FORKED &&
+                            backend->event_query(event, &done, &error) == MP_ERR_FORKED &&
+                            backend->event_wait(event, NULL, &error) == MP_ERR_FORKED &&
+                            backend->table_new(device, &table, &error) == MP_ERR_FORKED &&
+                            backend->synchronize(device, &error) == MP_ERR_FORKED &&
+                            strstr(error.text, "fork") != NULL;
+        backend->event_put(event);
+        backend->table_free(f.table);
+        _exit(refused ? 0 : 1);
+    }
+    int status = -1;
+    CHECK_EQ(waitpid(child, &status, 0), child);
+    CHECK_EQ(status, 0);
+    CHECK_EQ(sim.forked_calls(), 0);
+    backend->event_put(event);
+    fixture_fini(&f);
+}
+
+/* Last: a device fault is there to stay. */
+static void
+test_device_fault_is_told(void)
+{
+    fixture f;
+    sim.begin(SIM_LAZY, 1);
+    fixture_init(&f);
+    sim.fault_kernel(1, 700);
+    OK(backend->launch(f.table, 1.0, &error));
+    CHECK_EQ(backend->synchronize(device, &error), MP_ERR_DEVICE);
+    CHECK(strncmp(error.text, "cuStreamSynchronize failed: CUDA_ERROR_ILLEGAL_ADDRESS (700): ", 62) == 0);
+    CHECK(strstr(error.text, ", device 0") != NULL);
+    backend->table_free(f.table);
+    release(f.master);
+    release(f.low);
+}
+
+int
+main(void)
+{
+    const char *library = getenv("DDP_MP_SIMCUDA"), *image = getenv("DDP_MP_IMAGE");
+    if (library == NULL || image == NULL) {
+        test_open_without_driver_says_so();
+        return check_status();
+    }
+    load_simulator(library);
+    load_image(image);
+    sim.set_devices("90,75");
+    test_open_survives_every_fault();
+    test_open_finds_devices();
+    mp_device *second;
+    OK(backend->open(1, &second, &error));
+    test_launch_converts_as_the_host(device, 60);
+    test_launch_converts_as_the_host(second, 60);
+    test_table_empty_launches_nothing();
+    test_table_set_refuses_bad_rows();
+    test_launch_sends_only_changed_rows();
+    test_table_changes_while_work_is_pending();
+    test_table_sent_on_one_stream_is_ready_on_others();
+    test_step_is_ordered_and_cheap();
+    test_missing_order_is_reported();
+    test_context_of_the_caller_is_restored();
+    test_event_states();
+    for (size_t i = 0; i < schedule_count; i++) {
+        capture_and_replay(schedules[i], 0);
+        capture_and_replay(schedules[i], 1);
+    }
+    test_capture_of_too_many_tables_is_refused();
+    test_threads_share_a_device();
+    test_step_survives_every_fault();
+    test_fork_is_refused();
+    test_device_fault_is_told();
+    return check_status();
+}
