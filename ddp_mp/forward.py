@@ -13,6 +13,7 @@ from torch import nn
 from .backward import Backward
 from .low import LowPrecision, Replaced
 from .tensors import tensors_in
+from .waits import Waits
 from .weak import weakly
 
 
@@ -24,8 +25,10 @@ class Forward:
         prepare: called before each forward, and with True when a parameter was replaced; says whether to cast.
     """
 
-    def __init__(self, module: nn.Module, low: LowPrecision, backward: Backward, prepare: Callable[[bool], bool]) -> None:
-        self.low, self.backward = low, backward
+    def __init__(
+        self, module: nn.Module, low: LowPrecision, backward: Backward, waits: Waits, prepare: Callable[[bool], bool]
+    ) -> None:
+        self.low, self.backward, self.waits = low, backward, waits
         self._prepare = prepare
         self._calls: list[_Call] = []
         self.forwards = 0
@@ -49,11 +52,12 @@ class Forward:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self.waits.detach()
 
     @property
     def hook_ids(self) -> set[int]:
         """Keys of our hooks in the module's hook dictionaries."""
-        return {handle.id for handle in self._handles}
+        return {handle.id for handle in self._handles} | self.waits.hook_ids
 
     def _enter(self, frame: FrameType) -> None:
         self._calls = [call for call in self._calls if call.on_stack(frame)]
@@ -72,10 +76,11 @@ class Forward:
             if not self._prepare(True):
                 return
             self.low.enter(live=False)
-        self.low.wait()
+        self.waits.at_root()
 
     def _leave(self, output: Any) -> None:
         call = self._calls.pop() if self._calls else None
+        self.waits.forward_ended()
         if self._calls or self.backward.running:
             return  # the module called itself, or a checkpoint computes its forward again inside a backward
         failed = call is not None and sys.exc_info()[1] is not call.handled

@@ -21,6 +21,7 @@ from .options import Options
 from .parameters import Managed, managed_parameters
 from .reducer import Reducer
 from .standin import LoggerStandIn, ReducerStandIn
+from .waits import Waits
 from .weak import weakly
 
 
@@ -45,7 +46,7 @@ class PatchedModel:
         self.backward = Backward(self.low, ddp.static_graph)
         self.reducer = self._new_reducer(ddp)
         self.backward.reducer = self.reducer
-        self.forward = Forward(self._module, self.low, self.backward, weakly(self._prepare, False))
+        self.forward = Forward(self._module, self.low, self.backward, self._new_waits(), weakly(self._prepare, False))
         self.guards = self._new_guards()
         optimizer_guard.add(self)
 
@@ -90,6 +91,9 @@ class PatchedModel:
         """The wrapper is gone: the module is an ordinary one again."""
         if hasattr(self, "guards") and not sys.is_finalizing():
             self.detach()
+
+    def _new_waits(self) -> Waits:
+        return Waits(self._module, self.low, by_module=self.options.wait == "module")
 
     def _new_guards(self) -> Guards:
         return Guards(self._module, self.rows, weakly(self.expose, None), weakly(self._hook_ids, set()))
@@ -160,7 +164,8 @@ class PatchedModel:
         self.low = LowPrecision(rows, self.precision.param_dtype, self.options)
         self.reducer = self._new_reducer(ddp)
         self.backward.replace(self.low, self.reducer)
-        self.forward.low = self.low
+        self.forward.waits.detach()
+        self.forward.low, self.forward.waits = self.low, self._new_waits()
         self.guards = self._new_guards()
         self.stand_in(ddp, ddp.logger)
         self.rebuilds += 1
@@ -170,4 +175,3 @@ def model_of(ddp: Any) -> PatchedModel | None:
     """The patched model of a wrapper, or None."""
     found = getattr(ddp, "__dict__", {}).get("_ddp_mp")
     return found if isinstance(found, PatchedModel) else None
-

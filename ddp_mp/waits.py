@@ -1,0 +1,78 @@
+"""Where the current stream waits for the casts.
+
+At the root is right for every model: nothing in the module runs before all copies are there.  With ``wait="module"`` the root
+waits for the first bucket, and for whatever is not known to be covered; each other bucket is waited for where the modules that
+hold its parameters are called, so that casts overlap the first layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from .low import LowPrecision
+from .weak import weakly
+
+
+class Waits:
+    """Waits for one plan of one wrapped module.
+
+    A parameter counts as covered when every module that holds it was called in the first forward; the others (attention's
+    output projection, parameter containers, weights that only a functional call uses) are waited for at the root.
+    """
+
+    def __init__(self, module: nn.Module, low: LowPrecision, by_module: bool) -> None:
+        self._module, self._low = module, low
+        self._handles: list[Any] = []
+        self._called: set[int] | None = None
+        self._at_root: list[int] = [-1] * len(low.groups)  # the bucket up to which the root waits, a group; -1: all
+        if by_module and any(len(group.engine.buckets) > 1 for group in low.groups):
+            self._called = set()
+            learn = weakly(self._learn, None)
+            for inner in module.modules():
+                self._handles.append(inner.register_forward_pre_hook(learn, prepend=True))
+
+    def detach(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    @property
+    def hook_ids(self) -> set[int]:
+        """Keys of our hooks in the modules' hook dictionaries."""
+        return {handle.id for handle in self._handles}
+
+    def at_root(self) -> None:
+        """The root's forward starts: the copies have just been cast."""
+        for group, bucket in zip(self._low.groups, self._at_root, strict=True):
+            group.engine.wait(bucket)
+
+    def forward_ended(self) -> None:
+        """The root's forward returned.  After the first one the modules that were called are known."""
+        if self._called is None:
+            return
+        called, self._called = self._called, None
+        self.detach()
+        for index, group in enumerate(self._low.groups):
+            self._hook_group(index, group, called)
+
+    def _learn(self, module: nn.Module, args: Any) -> None:
+        if self._called is not None:
+            self._called.add(id(module._parameters))
+
+    def _hook_group(self, index: int, group: Any, called: set[int]) -> None:
+        bucket_of_home: dict[int, int] = {}
+        root = 0
+        for row, (bucket, _) in zip(group.rows, group.engine.rows, strict=True):
+            homes = [id(home) for home, _ in row.sites]
+            if not all(home in called for home in homes):
+                root = max(root, bucket)
+            for home in homes:
+                bucket_of_home[home] = max(bucket, bucket_of_home.get(home, 0))
+        self._at_root[index] = root
+        for inner in self._module.modules():
+            bucket = bucket_of_home.get(id(inner._parameters), 0)
+            if bucket > root:
+                self._handles.append(inner.register_forward_pre_hook(group.engine.wait_hook(bucket), prepend=True))
