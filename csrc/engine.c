@@ -444,6 +444,7 @@ take_params(Engine *self, PyObject *params, PyObject *names, int64_t *numels)
         self->work[row].src = view.data;
         self->work[row].src_dtype = view.dtype;
         self->work[row].numel = view.numel;
+        self->layout[row] = mp_view_layout_key(&view);
     }
     return 0;
 }
@@ -574,10 +575,11 @@ make_rows(Engine *self, size_t count)
     self->masters = PyMem_Calloc(count, sizeof *self->masters);
     self->lows = PyMem_Calloc(count, sizeof *self->lows);
     self->work = PyMem_Calloc(count, sizeof *self->work);
+    self->layout = PyMem_Calloc(count, sizeof *self->layout);
     self->is_low = PyMem_Calloc(count, 1);
     self->moved = PyMem_Calloc(count, 1);
     if (self->params == NULL || self->masters == NULL || self->lows == NULL || self->work == NULL ||
-        self->is_low == NULL || self->moved == NULL) {
+        self->layout == NULL || self->is_low == NULL || self->moved == NULL) {
         PyErr_NoMemory();
         return -1;
     }
@@ -719,6 +721,7 @@ engine_dealloc(PyObject *object)
     Py_XDECREF(self->names);
     PyMem_Free(self->moved);
     PyMem_Free(self->is_low);
+    PyMem_Free(self->layout);
     PyMem_Free(self->work);
     PyMem_Free(self->lows);
     PyMem_Free(self->masters);

@@ -55,6 +55,7 @@ typedef struct Engine {
     PyObject **masters; /* owned; entries are NULL before bind() */
     PyObject **lows;    /* owned; entries are NULL before bind() */
     mp_row *work;       /* in plan order; src is the master's address as last seen */
+    uint64_t *layout; /* shape and strides, as mp_view_layout_key() */
     uint8_t *is_low;
     uint8_t *moved;
     PyObject *names; /* owned tuple of str */

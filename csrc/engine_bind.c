@@ -88,11 +88,13 @@ typedef struct binding {
     PyObject *masters, *lows, *arenas; /* owned tuples; arenas may be NULL */
     void **bases;                      /* owned; arena addresses */
     mp_row *work;                      /* owned */
+    uint64_t *layout;                  /* owned */
 } binding;
 
 static void
 binding_fini(binding *bind)
 {
+    PyMem_Free(bind->layout);
     PyMem_Free(bind->work);
     PyMem_Free(bind->bases);
     Py_CLEAR(bind->arenas);
@@ -130,6 +132,7 @@ bind_row(Engine *self, binding *bind, size_t row)
             return -1;
         }
     }
+    bind->layout[row] = mp_view_layout_key(&master);
     bind->work[row] = (mp_row){
         .src = master.data,
         .dst = low.data,
@@ -154,7 +157,8 @@ bind_collect(Engine *self, binding *bind, PyObject *masters, PyObject *lows, PyO
     }
     bind->bases = PyMem_Calloc(bucket_count, sizeof *bind->bases);
     bind->work = PyMem_Calloc(self->row_count, sizeof *bind->work);
-    if (bind->bases == NULL || bind->work == NULL) {
+    bind->layout = PyMem_Calloc(self->row_count, sizeof *bind->layout);
+    if (bind->bases == NULL || bind->work == NULL || bind->layout == NULL) {
         PyErr_NoMemory();
         return -1;
     }
@@ -199,6 +203,7 @@ bind_apply(Engine *self, binding *bind)
         Py_XSETREF(self->lows[row], Py_NewRef(PyTuple_GET_ITEM(bind->lows, (Py_ssize_t)row)));
     }
     memcpy(self->work, bind->work, self->row_count * sizeof *self->work);
+    memcpy(self->layout, bind->layout, self->row_count * sizeof *self->layout);
     for (size_t index = 0; index < self->plan.bucket_count; index++) {
         PyObject *arena = bind->arenas != NULL ? PyTuple_GET_ITEM(bind->arenas, (Py_ssize_t)index) : NULL;
         Py_XSETREF(self->arenas[index], Py_XNewRef(arena));
@@ -243,6 +248,7 @@ mp_engine_rebind(Engine *self, size_t row, PyObject *master)
     mp_row *work = &self->work[row];
     work->src = view.data;
     work->src_dtype = view.dtype;
+    self->layout[row] = mp_view_layout_key(&view);
     self->buckets[self->plan.rows[row].bucket].stale = 1;
     self->moved[row] = 0;
     Py_SETREF(self->masters[row], Py_NewRef(master));

@@ -105,14 +105,14 @@ check_row(Engine *self, size_t row)
 {
     mp_view view;
     const char *why = NULL;
-    mp_exchange_result result = mp_exchange_pointer(self->state->exchange, self->params[row], &view, &why);
+    mp_exchange_result result = mp_exchange_layout(self->state->exchange, self->params[row], &view, &why);
     if (result == MP_EXCHANGE_ERROR) {
         mp_error_name(self->names, row, "reading its address");
         return -1;
     }
     const mp_row *work = &self->work[row];
     self->moved[row] = result == MP_EXCHANGE_REFUSED || view.numel != work->numel || view.dtype != work->src_dtype ||
-                       (view.data != work->src && view.numel > 0) ||
+                       (view.data != work->src && view.numel > 0) || mp_view_layout_key(&view) != self->layout[row] ||
                        !mp_view_same_device(&view, self->device_type, self->device_index);
     return self->moved[row];
 }

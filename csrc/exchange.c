@@ -525,6 +525,12 @@ mp_exchange_view(mp_exchange *exchange, PyObject *tensor, mp_view *out, const ch
 }
 
 mp_exchange_result
+mp_exchange_layout(mp_exchange *exchange, PyObject *tensor, mp_view *out, const char **why)
+{
+    return read_object(exchange, tensor, 1, out, why);
+}
+
+mp_exchange_result
 mp_exchange_pointer(mp_exchange *exchange, PyObject *tensor, mp_view *out, const char **why)
 {
     return read_object(exchange, tensor, 0, out, why);

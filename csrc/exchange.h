@@ -48,6 +48,10 @@ void mp_exchange_clear(mp_exchange *exchange);
  * sparse, meta, wrapper subclasses, more than MP_MAX_NDIM dimensions.  Works for tensors that require grad. */
 mp_exchange_result mp_exchange_view(mp_exchange *exchange, PyObject *tensor, mp_view *out, const char **why);
 
+/* The same without the checks for conjugate and negative bits, which are two calls of Python methods: for tensors that
+ * passed mp_exchange_view before, and for those whose shape and strides alone matter. */
+mp_exchange_result mp_exchange_layout(mp_exchange *exchange, PyObject *tensor, mp_view *out, const char **why);
+
 /* The hot path: pointer, numel, dtype, device only; layout, shape and strides of *out are left untouched and no
  * conjugate or negative check is made (a Parameter that passed mp_exchange_view once cannot gain one without a
  * new pointer).  Same refusals otherwise. */

@@ -111,9 +111,9 @@ raise_twice(const Gradients *self, size_t row)
     PyErr_Format(PyExc_RuntimeError,
                  "Expected to mark a variable ready only once. Parameter '%U' received a gradient after the bucket it "
                  "is in had been reduced, so that this gradient would be missing on the other ranks. Likely causes: "
-                 "the parameter is used in several reentrant checkpoints, or backward ran several times over one forward. "
-                 "Use checkpointing with use_reentrant=False, or static_graph=True if the graph is the same in every "
-                 "iteration.",
+                 "the parameter is used in several reentrant checkpoints, or backward ran several times over one "
+                 "forward. Use checkpointing with use_reentrant=False, or static_graph=True if the graph is the same "
+                 "in every iteration.",
                  mp_gradients_name(self, row));
 }
 

@@ -113,7 +113,7 @@ static int
 read_param(Gradients *self, size_t row, mp_view *view)
 {
     const char *why = NULL;
-    mp_exchange_result result = mp_exchange_view(self->state->exchange, self->params[row], view, &why);
+    mp_exchange_result result = mp_exchange_layout(self->state->exchange, self->params[row], view, &why);
     if (result == MP_EXCHANGE_ERROR) {
         mp_error_name(self->names, row, "reading its strides");
         return -1;
@@ -129,12 +129,15 @@ read_param(Gradients *self, size_t row, mp_view *view)
     return view->layout == MP_LAYOUT_DENSE;
 }
 
-/* 1 when `tensor` can be read and written flat in the parameter's memory order, 0 when not, -1 with an exception. */
+/* 1 when `tensor` can be read and written flat in the parameter's memory order, 0 when not, -1 with an exception.
+ * `ours`: a view that the caller made for gradients, or what an earlier hand_over() left: it has no negative bit. */
 static int
-read_flat(Gradients *self, size_t row, PyObject *tensor, const mp_view *param, mp_view *view, const char *what)
+read_flat(Gradients *self, size_t row, PyObject *tensor, const mp_view *param, int ours, mp_view *view,
+          const char *what)
 {
     const char *why = NULL;
-    mp_exchange_result result = mp_exchange_view(self->state->exchange, tensor, view, &why);
+    mp_exchange_result result = ours ? mp_exchange_layout(self->state->exchange, tensor, view, &why)
+                                     : mp_exchange_view(self->state->exchange, tensor, view, &why);
     if (result == MP_EXCHANGE_ERROR) {
         mp_error_name(self->names, row, what);
         return -1;
@@ -273,10 +276,10 @@ pack_row(Gradients *self, operation *op, size_t k, const mp_view *out)
         flat = read_param(self, row, &param);
     }
     if (flat == 1 && self->held[k] != NULL) {
-        flat = read_flat(self, row, self->held[k], &param, &grad, "reading its gradient");
+        flat = read_flat(self, row, self->held[k], &param, 0, &grad, "reading its gradient");
     }
     if (flat == 1 && aside != NULL) {
-        flat = read_flat(self, row, aside, &param, &stash, "reading the gradient set aside");
+        flat = read_flat(self, row, aside, &param, 0, &stash, "reading the gradient set aside");
     }
     if (flat <= 0) {
         return flat < 0 ? -1 : skip_row(op, row);
@@ -398,7 +401,8 @@ give_row(Gradients *self, operation *op, size_t k, const handover *give)
     }
     int flat = read_param(self, row, &param);
     if (flat == 1) {
-        flat = read_flat(self, row, target, &param, &view, "reading where its gradient goes");
+        int ours = self->stash[row] == NULL || self->synced[row];
+        flat = read_flat(self, row, target, &param, ours, &view, "reading where its gradient goes");
     }
     if (flat <= 0) {
         return flat < 0 ? -1 : skip_row(op, row);
@@ -471,10 +475,11 @@ accumulate_row(Gradients *self, operation *op, size_t k, PyObject *views)
         return keep_row(self, op, k, &param);
     }
     if (flat == 1) {
-        flat = read_flat(self, row, self->held[k], &param, &grad, "reading its gradient");
+        flat = read_flat(self, row, self->held[k], &param, 0, &grad, "reading its gradient");
     }
     if (flat == 1) {
-        flat = read_flat(self, row, target, &param, &dst, "reading where its gradient goes");
+        int ours = self->stash[row] == NULL || self->synced[row];
+        flat = read_flat(self, row, target, &param, ours, &dst, "reading where its gradient goes");
     }
     if (flat <= 0) {
         return flat < 0 ? -1 : skip_row(op, row);

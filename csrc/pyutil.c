@@ -161,3 +161,16 @@ mp_view_same_layout(const mp_view *a, const mp_view *b)
     }
     return 1;
 }
+
+uint64_t
+mp_view_layout_key(const mp_view *view)
+{
+    uint64_t key = (uint64_t)view->ndim;
+    for (int i = 0; i < view->ndim; i++) {
+        int64_t stride = view->numel > 0 && view->shape[i] > 1 ? view->strides[i] : 0;
+        key = (key ^ (uint64_t)view->shape[i]) * UINT64_C(0x9e3779b97f4a7c15);
+        key = (key ^ (key >> 32) ^ (uint64_t)stride) * UINT64_C(0xd6e8feb86659fd93);
+        key ^= key >> 32;
+    }
+    return key;
+}

@@ -42,6 +42,9 @@ int mp_pointer_named(mp_exchange *exchange, PyObject *tensor, mp_view *out, PyOb
 int mp_view_same_shape(const mp_view *a, const mp_view *b);
 int mp_view_same_layout(const mp_view *a, const mp_view *b);
 
+/* A number that differs when shape or strides do (where they matter, as above), but for one chance in 2^64. */
+uint64_t mp_view_layout_key(const mp_view *view);
+
 static inline int
 mp_view_same_device(const mp_view *view, int device_type, int device_index)
 {

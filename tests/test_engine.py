@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -23,9 +23,7 @@ DTYPES = {"bfloat16": BF16, "float16": FP16, "float32": torch.float32}
 class Rig:
     """An engine over the parameters of a module, with arenas, lows and masters as the Python layer makes them."""
 
-    def __init__(
-        self, module: nn.Module, low: str = "bfloat16", limits: tuple[int, int] = (512, 2048), arenas: bool = True
-    ):
+    def __init__(self, module: nn.Module, low: str = "bfloat16", limits: tuple[int, int] = (512, 2048), arenas: bool = True):
         self.module, self.dtype = module, DTYPES[low]
         self.names, self.params = map(list, zip(*module.named_parameters(), strict=True))
         rows = {id(p): i for i, p in enumerate(self.params)}
@@ -286,6 +284,25 @@ def test_check_data_assigned_moves_that_row() -> None:
     rig.assert_low(now)
     rig.engine.restore()
     rig.assert_masters(now)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda p: p.data.t(),
+        lambda p: p.data.view(-1),
+        lambda p: p.data.view(33, 17),
+        lambda p: p.data.unsqueeze(0),
+        lambda p: p.data.view(torch.float16).view(torch.int16).view(BF16),
+    ],
+    ids=["transposed", "flat", "view", "dimension", "type"],
+)
+def test_check_same_memory_seen_otherwise_is_moved(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    rig = Rig(small())
+    rig.params[0].data = change(rig.params[0])
+    assert rig.params[0].data_ptr() == rig.masters[0].data_ptr()
+    assert rig.engine.begin() == _C.MOVED
+    assert rig.engine.moved() == [0]
 
 
 def test_check_storage_freed_moves_the_row() -> None:
