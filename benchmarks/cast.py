@@ -3,8 +3,8 @@
     python -m benchmarks.cast [--device cuda] [--quick]
 
 GB/s of bytes read and written, 1 GB = 1e9 bytes.  The fp32 side's size is given: figures of sizes that fit a cache are
-the cache's.  ``limit`` copies as many bytes without converting them (``copy_`` of the fp32 tensor), which is as fast as
-this machine moves memory.  Variants alternate.
+the cache's.  ``plain copy`` is ``copy_`` between two fp32 tensors, which moves bytes and converts nothing; ``foreach`` is
+``torch._foreach_copy_``.  Variants alternate.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def single(s: Settings, sizes: Sequence[int], rounds: int) -> Report:
             also = torch.ones(numel, device=s.device)
             moved = numel * (source.itemsize + target.itemsize)
             work: dict[str, tuple[Callable[[], object], int]] = {
-                "limit": (lambda full=full, also=also: full.copy_(also), numel * 8),
+                "plain copy": (lambda full=full, also=also: full.copy_(also), numel * 8),
                 "copy_": (lambda dst=dst, src=src: dst.copy_(src), moved),
-                "_foreach_copy_": (lambda dst=dst, src=src: torch._foreach_copy_([dst], [src]), moved),
+                "foreach": (lambda dst=dst, src=src: torch._foreach_copy_([dst], [src]), moved),
                 "ddp_mp": (lambda dst=dst, src=src: _C.cast(src, dst), moved),
             }
             values = paired({k: timed(f, n, s.device) for k, (f, n) in work.items()}, rounds, repeat=1)
@@ -69,9 +69,7 @@ def check(src: torch.Tensor, dst: torch.Tensor) -> None:
 
 
 def whole(s: Settings, names: Sequence[str], rounds: int) -> Report:
-    report = Report(
-        "cast-model", "cast of all parameters of a model, float32 to bfloat16, GB/s", s.device, {"rounds": rounds}
-    )
+    report = Report("cast-model", "cast of all parameters of a model, float32 to bfloat16, GB/s", s.device, {"rounds": rounds})
     for name in names:
         model = models.build(name, real_size=not s.quick)
         sources = [p.detach().to(s.device) for p in model.parameters()]
@@ -85,7 +83,7 @@ def whole(s: Settings, names: Sequence[str], rounds: int) -> Report:
 
         work: dict[str, Callable[[], object]] = {
             "copy_ in a loop": loop,
-            "_foreach_copy_": lambda a=targets, b=sources: torch._foreach_copy_(a, b),
+            "foreach": lambda a=targets, b=sources: torch._foreach_copy_(a, b),
             "ddp_mp": lambda a=targets, b=sources, n=nothing: _C.fuse(b, n, a, 1.0),
         }
         values = paired({k: timed(f, moved, s.device) for k, f in work.items()}, rounds, repeat=1)
@@ -122,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             name = f"{str(source)[6:]} to {str(target)[6:]}"
             part = Report("cast", f"{name}, GB/s", s.device, {}, rows=[r for r in report.rows if r["cast"] == name])
             picture = s.picture(f"cast-{name.replace(' ', '-')}")
-            bars(part, picture, "size", ["limit", "copy_", "_foreach_copy_", "ddp_mp"], "GB/s")
+            bars(part, picture, "size", ["plain copy", "copy_", "foreach", "ddp_mp"], "GB/s")
         whole(s, chosen, rounds).save(s.output, s.tag)
     return 0
 

@@ -56,9 +56,7 @@ class PythonRewrite:
         self.ddp = DDP(module)
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.masters = {p: p.data for p in self.parameters}
-        arena = torch.empty(
-            sum(p.numel() for p in self.parameters), dtype=PARAM_DTYPE, device=self.parameters[0].device
-        )
+        arena = torch.empty(sum(p.numel() for p in self.parameters), dtype=PARAM_DTYPE, device=self.parameters[0].device)
         lows = arena.split([p.numel() for p in self.parameters])
         self.rows = [(p, p.data, low.view_as(p)) for p, low in zip(self.parameters, lows, strict=True)]
         self.ddp.reducer._remove_autograd_hooks()
@@ -243,10 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{str(PARAM_DTYPE)[6:]} with {str(REDUCE_DTYPE)[6:]} reduction",
         s.device,
         {"rounds": rounds, "models": chosen},
-        [
-            "pytorch: its own hooks, untied weights"
-            + ("" if s.device.type == "cuda" else ", device events that do nothing")
-        ],
+        ["pytorch: its own hooks, untied weights" + ("" if s.device.type == "cuda" else ", device events that do nothing")],
     )
     with one_process_group(s.device):
         for name in chosen:

@@ -95,9 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if s.device.type == "cpu" and not os.path.exists("/proc/self/statm"):
         print("memory: this system has no /proc/self/statm to read resident memory from", file=sys.stderr)
         return 1
-    report = Report(
-        "memory", f"memory in copies of the fp32 parameters, {s.extra.model}", s.device, {"model": s.extra.model}
-    )
+    report = Report("memory", f"memory in copies of the fp32 parameters, {s.extra.model}", s.device, {"model": s.extra.model})
     context = multiprocessing.get_context("spawn")
     for variant in VARIANTS:
         answer = context.Queue()
@@ -108,9 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             seen = answer.get(timeout=600)
         except Exception:
             child.kill()
-            raise RuntimeError(
-                f"memory: the process of {variant} gave no answer (exit status {child.exitcode})"
-            ) from None
+            raise RuntimeError(f"memory: the process of {variant} gave no answer (exit status {child.exitcode})") from None
         child.join()
         size = seen["parameters"]
         cells = {phase: round(seen[phase] / size, 3) for phase in PHASES if phase in seen}
