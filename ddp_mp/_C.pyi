@@ -141,8 +141,6 @@ class Gradients:
     def stashed(self, bucket: int) -> int:
         """How many rows of the bucket have something set aside."""
     def stash(self, row: int) -> Tensor | None: ...
-    def settle(self, row: int, grad: Tensor | None, synced: bool) -> None:
-        """``.grad = grad``, for a row that was left to the caller; what was set aside is dropped."""
     def is_local(self, row: int) -> bool:
         """Whether what is set aside for the row is local."""
     def contributes(self) -> bytes:
@@ -199,5 +197,6 @@ def host_isa() -> str: ...
 def host_fail_at(nth: int) -> int: ...
 def host_hold(held: bool) -> None:
     """While held, the host stream's worker runs nothing."""
+
 def plan(numels: Sequence[int], low_dtype: str, first_bucket_bytes: int, bucket_bytes: int) -> dict[str, Any]:
     """The planner alone: {"buckets": [...], "rows": [...]}, no memory touched."""

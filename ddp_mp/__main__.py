@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.command == "demo":
         from .demo import main as demo
 
-        return int(demo() or 0)
+        return demo()
     from .bench import main as run_bench
 
     return run_bench(args.arguments)

@@ -32,7 +32,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._C._distributed_c10d import HashStore
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 
 import ddp_mp
 
@@ -128,7 +128,7 @@ class Contender:
     def step(self, batch: torch.Tensor) -> None:
         begin = time.perf_counter()
         loss = loss_of(self.model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -189,7 +189,7 @@ def try_native_hooks() -> None:
         try:
             model = DDP(GPT(), mixed_precision=policy)
             for seed in range(2):
-                loss_of(model, batch_of(train, seed)).backward()  # type: ignore[no-untyped-call]
+                loss_of(model, batch_of(train, seed)).backward()
                 worst = max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
                 if not worst < 1e6:
                     return f"no error, and a gradient of {worst:.3g} in step {seed}"
@@ -209,9 +209,7 @@ def try_native_hooks() -> None:
 
 
 def ask_native_hooks() -> dict[str, str]:
-    environment = {
-        k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "MASTER_", "RANK", "LOCAL_"))
-    }
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "MASTER_", "RANK", "LOCAL_"))}
     result = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "ddp_mp.demo", "--native-hooks"],
         capture_output=True,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .backward import Backward
-from .low import LowPrecision, Replaced
+from .low import LowPrecision, ReplacedError
 from .tensors import tensors_in
 from .waits import Waits
 from .weak import weakly
@@ -72,7 +72,7 @@ class Forward:
             return
         try:
             self.low.enter(live=self.backward.live())
-        except Replaced:
+        except ReplacedError:
             if not self._prepare(True):
                 return
             self.low.enter(live=False)

@@ -79,8 +79,9 @@ _HOOK_DICTS = (
 
 
 class _State:
-    """Instance-level ``__getstate__``: what ``copy.deepcopy`` and ``pickle`` take of a module, with masters and without our hooks.
+    """Instance-level ``__getstate__``: what ``copy.deepcopy`` and ``pickle`` take of a module.
 
+    Masters are put in place, and our hooks are left out.
     The copy is an ordinary module: nothing of ours comes along.
     """
 
@@ -92,7 +93,7 @@ class _State:
         module = self._module()
         assert module is not None
         self._expose()
-        own = getattr(type(module), "__getstate__", None)
+        own: Any = getattr(type(module), "__getstate__", None)
         custom = own is not None and own is not getattr(object, "__getstate__", None)
         state = own(module) if custom else module.__dict__
         if not isinstance(state, dict):

@@ -24,7 +24,7 @@ DTYPE_NAME = {
 }
 
 
-class Replaced(Exception):
+class ReplacedError(Exception):
     """A module holds another parameter object than the plan knows: the plan must be built again."""
 
 
@@ -114,13 +114,16 @@ class _Group:
         self.engine.bind(self.masters, arenas.lows, arenas.arenas)
 
     def begin(self) -> None:
-        """Casts and switches to the copies; takes up masters that moved.  Raises Replaced, or by name for a wrong shape."""
+        """Casts and switches to the copies; takes up masters that moved.
+
+        Raises ReplacedError when the plan must be built anew, ValueError by name for a parameter of another shape.
+        """
         status = self.engine.begin()
         if status == _C.MOVED:
             self._take_up(self.engine.moved())
             status = self.engine.begin()
         if status != _C.UNCHANGED:
-            raise Replaced
+            raise ReplacedError
 
     def _take_up(self, moved: list[int]) -> None:
         for index in moved:
@@ -133,13 +136,13 @@ class _Group:
         for index in moved:
             row, old = self.rows[index], self.masters[index]
             if row.param.dtype is not old.dtype or row.param.stride() != old.stride() or row.param.device != old.device:
-                raise Replaced  # another type, layout or device: the plan is built anew
+                raise ReplacedError  # another type, layout or device: the plan is built anew
             self.masters[index] = row.param.data
             self.engine.rebind_master(index, self.masters[index])
 
 
 class _Fallback:
-    """Parameters that the engine cannot read (gapped or overlapping memory, tensor subclasses): cast by PyTorch, one by one."""
+    """Parameters that the engine cannot read (gapped memory, tensor subclasses): cast by PyTorch, one by one."""
 
     def __init__(self, rows: list[Managed], dtype: torch.dtype) -> None:
         self.rows, self.dtype = rows, dtype
@@ -148,7 +151,7 @@ class _Fallback:
 
     def check(self) -> None:
         if any(home.get(key) is not row.param for row in self.rows for home, key in row.sites):
-            raise Replaced
+            raise ReplacedError
 
     def lower(self) -> None:
         if self.masters is not None:
@@ -174,7 +177,7 @@ def _readable(param: torch.Tensor) -> bool:
 
 
 class LowPrecision:
-    """All copies of one wrapped module.  Not thread-safe beyond what the GIL gives: one module trains in one thread at a time."""
+    """All copies of one wrapped module.  Thread safety is the GIL's: one module trains in one thread at a time."""
 
     def __init__(self, rows: Sequence[Managed], dtype: torch.dtype | None, options: Options) -> None:
         cast = [r for r in rows if dtype is not None and r.floating and r.param.dtype is not dtype]

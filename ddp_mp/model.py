@@ -72,7 +72,7 @@ class PatchedModel:
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
-    def stand_in(self, ddp: DistributedDataParallel, logger: LoggerStandIn) -> None:
+    def stand_in(self, ddp: Any, logger: LoggerStandIn) -> None:
         """Takes the place of the wrapper's reducer and logger."""
         ddp.logger = logger
         ddp.reducer = ReducerStandIn(self.reducer, self.backward, self.comm, weakly(self._any_unused, False))
@@ -156,7 +156,7 @@ class PatchedModel:
                     "DistributedDataParallel cannot take another shape: wrap the module again"
                 )
 
-    def _rebuild(self, ddp: DistributedDataParallel, rows: list[Managed]) -> None:
+    def _rebuild(self, ddp: Any, rows: list[Managed]) -> None:
         self.low.switch_back()
         self.guards.detach()
         self.reducer.detach()

@@ -65,7 +65,7 @@ def builtin_hook(kind: Any) -> Any:
     return hooks[kind]
 
 
-def strip(ddp: DistributedDataParallel) -> LoggerStandIn:
+def strip(ddp: Any) -> LoggerStandIn:
     """Takes PyTorch's mixed precision and its reducer off the wrapper, masters in place.
 
     Returns the stand-in for the wrapper's logger; the caller puts a reducer in place.
@@ -108,7 +108,7 @@ def remove_hooks(ddp: DistributedDataParallel, function: Any) -> list[nn.Module]
     return found
 
 
-def equip(ddp: DistributedDataParallel) -> None:
+def equip(ddp: Any) -> None:
     """Gives the wrapper PyTorch's own reducer again.  Local: no collective.  As ``DDP.__setstate__`` does."""
     parameters, expect_sparse = ddp._build_params_for_reducer()
     names = ddp._build_debug_param_to_name_mapping(parameters)
@@ -120,7 +120,7 @@ def equip(ddp: DistributedDataParallel) -> None:
         ddp.logger._set_static_graph()
 
 
-def equip_mixed_precision(ddp: DistributedDataParallel) -> None:
+def equip_mixed_precision(ddp: Any) -> None:
     """Gives the wrapper PyTorch's own mixed precision, as its constructor does."""
     from torch.distributed.algorithms.ddp_comm_hooks import mixed_precision_hooks as hooks
 

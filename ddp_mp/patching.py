@@ -110,8 +110,7 @@ def _override(ddp: DistributedDataParallel, model: PatchedModel) -> None:
 
 def _register_comm_hook(model: PatchedModel, state: object, hook: Any) -> None:
     """``register_comm_hook`` of a patched wrapper: the hook runs on the packed buckets, in ``reduce_dtype``."""
-    ddp = model.wrapper()
-    assert ddp is not None
+    ddp: Any = model.wrapper()
     ddp._check_comm_hook(hook)
     if model.comm.hook is not None:
         present = getattr(model.comm.hook[0], "__qualname__", model.comm.hook[0])
@@ -122,8 +121,7 @@ def _register_comm_hook(model: PatchedModel, state: object, hook: Any) -> None:
 
 
 def _register_builtin_comm_hook(model: PatchedModel, kind: Any) -> None:
-    ddp = model.wrapper()
-    assert ddp is not None
+    ddp: Any = model.wrapper()
     _register_comm_hook(model, ddp.process_group, native.builtin_hook(kind))
 
 
@@ -136,8 +134,7 @@ def _register_fused_optim(*args: Any, **kwargs: Any) -> None:
 
 def _getstate(model: PatchedModel) -> Any:
     """What ``copy.deepcopy`` and ``pickle`` take of a patched wrapper: a full-precision one, without us."""
-    ddp = model.wrapper()
-    assert ddp is not None
+    ddp: Any = model.wrapper()
     model.expose()
     state = type(ddp).__getstate__(ddp)
     for name in ["_ddp_mp", "_ddp_mp_built_with", *model.overrides.names]:
@@ -189,9 +186,7 @@ def _patched(ddp: Any) -> PatchedModel | RootModel | None:
     return model_of(ddp) or root_of(ddp)
 
 
-def _require_same(
-    present: PatchedModel | RootModel, precision: _MixedPrecision | None, options: Options | None
-) -> None:
+def _require_same(present: PatchedModel | RootModel, precision: _MixedPrecision | None, options: Options | None) -> None:
     if precision is not None and _fields(precision) != _fields(present.precision):
         raise ValueError(f"ddp_mp.patch: the model is patched with {present.precision}; call ddp_mp.unpatch(ddp) first")
     if options is not None and options != present.options:
@@ -232,7 +227,7 @@ def install(options: Options | None = None) -> _Installation:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def __init__(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+    def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(self, *args, **kwargs)
         precision = bound.arguments.get("mixed_precision")
         if precision is None:
@@ -246,7 +241,7 @@ def install(options: Options | None = None) -> _Installation:
         patch(self, mixed_precision=precision, options=chosen)
 
     setattr(DistributedDataParallel, _ORIGINAL, original)
-    DistributedDataParallel.__init__ = __init__  # type: ignore[method-assign]
+    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
     return _Installation()
 
 

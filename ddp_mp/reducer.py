@@ -79,7 +79,7 @@ class Reducer:
                 packed.setdefault(bucket.device, []).append(bucket)
             else:
                 assert isinstance(bucket, LooseGradients)
-                bucket.on_first, bucket.on_ready = self._callbacks([bucket], lambda b=bucket: b)
+                bucket.on_first, bucket.on_ready = self._callbacks([bucket], weakref.ref(bucket))
                 of_source.append((bucket, [bucket]))
         for group in packed.values():
             of_source.append(self._watch_packed(group))
@@ -88,8 +88,8 @@ class Reducer:
     def _watch_packed(self, group: list[PackedBucket]) -> tuple[Source, list[Bucket]]:
         order = [row for bucket in group for row in bucket.rows]
         local = {row: k for k, row in enumerate(order)}
-        found: list[_C.Gradients] = []
-        on_first, on_ready = self._callbacks(group, lambda: found[0])
+        found: list[Source] = []
+        on_first, on_ready = self._callbacks(group, lambda: found[0] if found else None)
         gradients = _C.Gradients(
             [self.entries[row].param for row in order],
             [self.entries[row].name for row in order],
@@ -103,16 +103,16 @@ class Reducer:
         return gradients, list(group)
 
     def _callbacks(
-        self, group: Sequence[Bucket], source: Callable[[], Source]
+        self, group: Sequence[Bucket], source: Callable[[], Source | None]
     ) -> tuple[Callable[[int], None], Callable[[int], None]]:
         """on_first and on_ready of a source.  They hold the reducer weakly: it owns the source."""
         owner = weakref.ref(self)
         indices = [bucket.index for bucket in group]
 
         def on_first(row: int) -> None:
-            reducer = owner()
-            if reducer is not None:
-                reducer._late(source(), row)
+            reducer, alive = owner(), source()
+            if reducer is not None and alive is not None:
+                reducer._late(alive, row)
 
         def on_ready(bucket: int) -> None:
             reducer = owner()
@@ -236,12 +236,12 @@ class Reducer:
 
     def _late(self, source: Source, row: int) -> None:
         self._late_source, self._late_row = source, row
-        with _report(self._on_error):
+        with _Report(self._on_error):
             self._on_late()
 
     def _bucket_ready(self, index: int) -> None:
         self._ready[index] = True
-        with _report(self._on_error):
+        with _Report(self._on_error):
             while self._next < len(self.buckets) and self._ready[self._next]:
                 self._launch()
 
@@ -286,7 +286,7 @@ class Reducer:
         for source, buckets in self._of_source:
             for k, bucket in enumerate(buckets):
                 for local in source.unfired(k):
-                    position = source.position(local) if isinstance(bucket, PackedBucket) else 0
+                    position = bucket.gradients.position(local) if isinstance(bucket, PackedBucket) else 0
                     if bucket.params[position].requires_grad:
                         rows.append(bucket.rows[position])
         return sorted(rows)
@@ -319,7 +319,7 @@ def _hooks(source: Source, buckets: list[Bucket]) -> list[tuple[Bucket, int, Cal
     return out
 
 
-class _report:
+class _Report:
     """Calls ``on_error`` when its block raises, and lets the error through."""
 
     __slots__ = ("_on_error",)
@@ -333,5 +333,3 @@ class _report:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if kind is not None:
             self._on_error()
-
-

@@ -1,7 +1,7 @@
 """``hooks="root"``: only the root hook is ours; PyTorch's wait hook and communication hook work on top of it.
 
-What those two read keeps its meaning: ``ddp._submodule_to_event[module].popleft().wait(stream=...)``, ``param._mp_param`` (which
-owns its storage), ``param._fp_param`` and ``_free_storage(param._mp_param)``.  Their defects stay, too.
+What those two read keeps its meaning: ``ddp._submodule_to_event[module].popleft().wait(stream=...)``, ``param._mp_param``
+(which owns its storage), ``param._fp_param`` and ``_free_storage(param._mp_param)``.  Their defects stay.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ class RootModel:
 
     def _plan(self, ddp: DistributedDataParallel) -> None:
         dtype = self.precision.param_dtype
+        assert dtype is not None  # install() said so
         self.rows = [
             row
             for row in managed_parameters(ddp.module, ddp.parameters_to_ignore)
@@ -113,7 +114,7 @@ class RootModel:
 
     def run(self) -> None:
         """Casts every parameter on the private stream, and fills the queues that PyTorch's wait hook empties."""
-        ddp = self._ddp()
+        ddp: Any = self._ddp()
         if ddp is None or not self.groups:
             return
         for group in self.groups:
@@ -149,7 +150,7 @@ class _RootGroup:
         self.bytes = [row.param.numel() * dtype.itemsize for row in rows]
         self._storages = [low.untyped_storage() for low in self.lows]
         for row, master in zip(rows, self.masters, strict=True):
-            row.param._fp_param = master
+            row.param.__dict__["_fp_param"] = master
         self._allocate()
         self.engine.bind(self.masters, self.lows, None)
         self.bucket_count = len(self.engine.buckets)
@@ -160,7 +161,7 @@ class _RootGroup:
         low = getattr(row.param, "_mp_param", None)
         if low is None or low.dtype is not self.dtype or low.shape != row.param.shape:
             low = torch.empty_like(row.param, dtype=self.dtype, requires_grad=False)
-            row.param._mp_param = low
+            row.param.__dict__["_mp_param"] = low
         return low
 
     def buckets(self) -> list[tuple[Managed, int]]:
@@ -195,7 +196,7 @@ class _RootGroup:
                     )
                 if row.param.dtype is not self.masters[index].dtype:
                     return False
-                self.masters[index] = row.param._fp_param = row.param.data
+                self.masters[index] = row.param.__dict__["_fp_param"] = row.param.data
                 self.engine.rebind_master(index, self.masters[index])
             status = self.engine.begin()
         return status == _C.UNCHANGED
