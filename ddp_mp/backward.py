@@ -6,6 +6,7 @@ inside are checkpointed, or, where a loss does not come from an output, by the f
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class Backward:
         self.in_order = True  # static graph: whether buckets may be reduced before the backward ends
         self._first_round = static_graph
         self._running: _Running | None = None
+        self._warned = False
         self.futures: list[Any] = []  # of buffer communication hooks: waited for at the end of the next backward
 
     # --- forwards ----------------------------------------------------------------------------------------------------
@@ -51,7 +53,8 @@ class Backward:
 
     def add(self, outputs: list[torch.Tensor]) -> Pass:
         """A forward with gradients ended with these outputs (those that require grad)."""
-        self.passes = [p for p in self.passes if p.pending]
+        # a forward without a known output cannot be seen to die: the next forward takes its place
+        self.passes = [p for p in self.passes if p.pending and p.anchored]
         new = Pass(self.low.copies, self.low.epoch)
         if outputs:
             new.watch(outputs, weakly(self._start, None))
@@ -136,12 +139,22 @@ class Backward:
                     reached.done = True
             self.low.leave(live=self.live())
             self._reduce(running, touched)
+            self._warn_when_uncast()
             while self.futures:
                 self.futures.pop(0).wait()
         except BaseException:
             self._fail()
             raise
         self._running = None
+
+    def _warn_when_uncast(self) -> None:
+        if self.low.casts == 0 and self.low.dtype is not None and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"ddp_mp: a training step of a patched model ended without any cast to {self.low.dtype}: every parameter is "
+                "ignored by DistributedDataParallel, has that type already, or was used without the module being called",
+                stacklevel=2,
+            )
 
     def _reduce(self, running: _Running, touched: bool) -> None:
         if not touched:  # torch.autograd.grad: no gradient was accumulated, a backward is still to come

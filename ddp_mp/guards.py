@@ -132,8 +132,14 @@ class _OptimizerGuard:
             return
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for model in exposed:
-            if not held.isdisjoint(model.parameter_ids):
-                model.expose()
+            if held.isdisjoint(model.parameter_ids):
+                continue
+            if model.in_backward:
+                raise RuntimeError(
+                    "ddp_mp: an optimizer stepped inside a backward of a patched model, where its parameters are low-precision "
+                    "copies; call optimizer.step() after backward, or ddp_mp.unpatch(ddp) first"
+                )
+            model.expose()
 
 
 optimizer_guard = _OptimizerGuard()

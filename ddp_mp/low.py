@@ -186,6 +186,7 @@ class LowPrecision:
         for row in readable:
             by_device.setdefault(row.param.device, []).append(row)
         self.rows = cast
+        self.dtype = dtype
         self.groups = [_Group(g, dtype, options) for g in by_device.values()] if dtype is not None else []
         taken = {id(r) for r in readable}
         left = [r for r in cast if id(r) not in taken]
@@ -283,7 +284,7 @@ class LowPrecision:
         for group in self.groups:
             group.begin()
         self._lower_fallback()
-        self.casts += 1
+        self.casts += bool(self.rows)
 
     def _bind(self, copies: Copies) -> None:
         for group, arenas in zip(self.groups, copies.arenas, strict=True):

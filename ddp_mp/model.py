@@ -62,6 +62,11 @@ class PatchedModel:
         return self.low.is_low
 
     @property
+    def in_backward(self) -> bool:
+        """Whether a backward is under way in this thread."""
+        return self.backward.running and torch._C._current_graph_task_id() != -1
+
+    @property
     def parameter_ids(self) -> set[int]:
         """``id`` of every managed parameter."""
         return {id(row.param) for row in self.rows}

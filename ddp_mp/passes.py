@@ -34,6 +34,11 @@ class Pass:
         """Whether a backward may still come: none has, and the graph (or an output) is alive."""
         return not self.done and (self._anchor is None or self._anchor() is not None)
 
+    @property
+    def anchored(self) -> bool:
+        """Whether the end of its graph can be seen."""
+        return self._anchor is not None
+
     def watch(self, outputs: list[torch.Tensor], on_backward: Callable[[Pass], None]) -> None:
         """Calls ``on_backward(self)`` when a backward reaches any of the outputs.
 

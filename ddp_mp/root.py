@@ -100,6 +100,11 @@ class RootModel:
         return any(row.param.dtype is self.precision.param_dtype for row in self.rows)
 
     @property
+    def in_backward(self) -> bool:
+        """Whether a backward is under way in this thread."""
+        return bool(torch._C._current_graph_task_id() != -1)
+
+    @property
     def parameter_ids(self) -> set[int]:
         """``id`` of every parameter that is cast."""
         return {id(row.param) for row in self.rows}
