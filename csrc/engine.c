@@ -214,46 +214,63 @@ engine_moved(PyObject *object, PyObject *Py_UNUSED(ignored))
     return list;
 }
 
+/* Runs one operation of a pass with the rows claimed, and counts its time.  `says`: it returns UNCHANGED, MOVED, ... */
 static PyObject *
-engine_begin(PyObject *object, PyObject *Py_UNUSED(ignored))
+run(PyObject *object, int (*operation)(Engine *), int says)
 {
     Engine *self = (Engine *)object;
     if (require_bound(self) < 0 || mp_engine_enter(self) < 0) {
         return NULL;
     }
     uint64_t start = now_ns();
-    int result = mp_engine_begin(self);
+    int result = operation(self);
     self->counters.host_ns += now_ns() - start;
     mp_engine_leave(self);
-    return result < 0 ? NULL : PyLong_FromLong(result);
+    if (result < 0) {
+        return NULL;
+    }
+    return says ? PyLong_FromLong(result) : Py_NewRef(Py_None);
+}
+
+static PyObject *
+engine_begin(PyObject *object, PyObject *Py_UNUSED(ignored))
+{
+    return run(object, mp_engine_begin, 1);
 }
 
 static PyObject *
 engine_cast(PyObject *object, PyObject *Py_UNUSED(ignored))
 {
-    Engine *self = (Engine *)object;
-    if (require_bound(self) < 0 || mp_engine_enter(self) < 0) {
-        return NULL;
-    }
-    uint64_t start = now_ns();
-    int result = mp_engine_cast(self);
-    self->counters.host_ns += now_ns() - start;
-    mp_engine_leave(self);
-    return result < 0 ? NULL : Py_NewRef(Py_None);
+    return run(object, mp_engine_cast, 0);
 }
 
 static PyObject *
 engine_lower(PyObject *object, PyObject *Py_UNUSED(ignored))
 {
-    Engine *self = (Engine *)object;
-    if (require_bound(self) < 0 || mp_engine_enter(self) < 0) {
-        return NULL;
+    return run(object, mp_engine_lower, 0);
+}
+
+static PyObject *
+engine_remember(PyObject *object, PyObject *Py_UNUSED(ignored))
+{
+    return run(object, mp_engine_remember, 0);
+}
+
+static PyObject *
+engine_resume(PyObject *object, PyObject *Py_UNUSED(ignored))
+{
+    return run(object, mp_engine_resume, 1);
+}
+
+/* What is still low is put back as restore() does, which claims the rows itself. */
+static PyObject *
+engine_reclaim(PyObject *object, PyObject *Py_UNUSED(ignored))
+{
+    PyObject *result = run(object, mp_engine_reclaim, 0);
+    if (result != NULL && mp_engine_restore((Engine *)object, -1) < 0) {
+        Py_CLEAR(result);
     }
-    uint64_t start = now_ns();
-    int result = mp_engine_lower(self);
-    self->counters.host_ns += now_ns() - start;
-    mp_engine_leave(self);
-    return result < 0 ? NULL : Py_NewRef(Py_None);
+    return result;
 }
 
 static PyObject *
@@ -641,6 +658,7 @@ engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->recorded = -1;
     self->waited = -1;
     mp_attr_init(&self->data, self->state->str_data);
+    mp_attr_init(&self->version, self->state->str_version);
     if (engine_setup(self, params, names, sites, first_bytes, bytes) < 0) {
         Py_DECREF(self);
         return NULL;
@@ -666,7 +684,8 @@ engine_traverse(PyObject *object, visitproc visit, void *arg)
         Py_VISIT(self->arenas[i]);
     }
     Py_VISIT(self->names);
-    return mp_attr_traverse(&self->data, visit, arg);
+    int stop = mp_attr_traverse(&self->version, visit, arg);
+    return stop ? stop : mp_attr_traverse(&self->data, visit, arg);
 }
 
 /* Breaks cycles.  A hook may still hold the engine afterwards and find that there is nothing to wait for; row and site
@@ -696,6 +715,7 @@ engine_clear(PyObject *object)
         Py_CLEAR(self->masters[row]);
         Py_CLEAR(self->lows[row]);
     }
+    mp_attr_clear(&self->version);
     mp_attr_clear(&self->data);
     return 0;
 }
@@ -721,6 +741,7 @@ engine_dealloc(PyObject *object)
     Py_XDECREF(self->names);
     PyMem_Free(self->moved);
     PyMem_Free(self->is_low);
+    PyMem_Free(self->versions);
     PyMem_Free(self->layout);
     PyMem_Free(self->work);
     PyMem_Free(self->lows);
@@ -742,6 +763,9 @@ static PyMethodDef engine_methods[] = {
     {"lower", engine_lower, METH_NOARGS, "param.data = low for every row; on an error all rows are masters."},
     {"restore", MP_FUNCTION(engine_restore), METH_FASTCALL | METH_KEYWORDS,
      "restore(bucket=-1): param.data = master.  The current stream waits for the casts: masters may be written after."},
+    {"remember", engine_remember, METH_NOARGS, "Keeps the parameters' version counters, for resume()."},
+    {"resume", engine_resume, METH_NOARGS, "Like begin(), without a cast; WRITTEN when a version counter moved."},
+    {"reclaim", engine_reclaim, METH_NOARGS, "Masters in place, where somebody else may have switched .data, too."},
     {"wait", MP_FUNCTION(engine_wait), METH_FASTCALL | METH_KEYWORDS,
      "wait(bucket=-1): the current stream waits for the casts of buckets 0..bucket."},
     {"wait_hook", MP_FUNCTION(engine_wait_hook), METH_FASTCALL | METH_KEYWORDS,

@@ -1,5 +1,5 @@
-/* The inside of Engine, shared by its files: engine.c (the type), engine_pass.c (one pass: check, cast, switch, wait)
- * and engine_bind.c (which tensors).
+/* The inside of Engine, shared by its files: engine.c (the type), engine_pass.c (one pass: check, cast, switch, wait),
+ * engine_bind.c (which tensors) and engine_reuse.c (copies that outlive a pass).
  *
  * References.  The engine owns everything it is given.  The descriptor rows in `work` hold raw addresses inside
  * `masters` and `lows`; whatever replaces those tensors first waits for casts that may still be running (drain).
@@ -18,7 +18,7 @@
 #include "plan.h"
 #include "pyutil.h"
 
-enum { UNCHANGED = 0, MOVED = 1, REPLACED = 2 }; /* module.c names them for Python */
+enum { UNCHANGED = 0, MOVED = 1, REPLACED = 2, WRITTEN = 3 }; /* module.c names them for Python */
 
 /* A place in a module that holds a parameter. */
 typedef struct engine_site {
@@ -56,6 +56,7 @@ typedef struct Engine {
     PyObject **lows;    /* owned; entries are NULL before bind() */
     mp_row *work;       /* in plan order; src is the master's address as last seen */
     uint64_t *layout; /* shape and strides, as mp_view_layout_key() */
+    int64_t *versions; /* as mp_engine_remember() read them; NULL: never */
     uint8_t *is_low;
     uint8_t *moved;
     PyObject *names; /* owned tuple of str */
@@ -68,6 +69,7 @@ typedef struct Engine {
     PyObject **arenas; /* owned, one a bucket; entries are NULL when every low owns its storage */
 
     mp_attr data;
+    mp_attr version;
     size_t low_count; /* rows with is_low */
     int bound;
     int busy;
@@ -113,6 +115,13 @@ int mp_engine_lower(Engine *self);
 int mp_engine_begin(Engine *self);
 int mp_engine_restore(Engine *self, Py_ssize_t bucket); /* -1: all */
 int mp_engine_wait(Engine *self, Py_ssize_t bucket);    /* buckets 0..bucket */
+
+/* engine_reuse.c.  All need mp_engine_enter() around them.  remember: keeps the version counters of all rows.  resume:
+ * check(), and when no counter moved since, lower(); else MOVED, REPLACED or WRITTEN with nothing done.  reclaim: rows
+ * that are not their copies any more count as masters. */
+int mp_engine_remember(Engine *self);
+int mp_engine_resume(Engine *self);
+int mp_engine_reclaim(Engine *self);
 
 /* Waits on this thread until no cast reads a master or writes a low: before such a tensor may be let go. */
 void mp_engine_drain(Engine *self);

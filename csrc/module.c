@@ -66,7 +66,10 @@ add_constants(PyObject *module)
     if (PyModule_AddIntConstant(module, "UNCHANGED", 0) < 0 || PyModule_AddIntConstant(module, "MOVED", 1) < 0) {
         return -1;
     }
-    return PyModule_AddIntConstant(module, "REPLACED", 2);
+    if (PyModule_AddIntConstant(module, "REPLACED", 2) < 0) {
+        return -1;
+    }
+    return PyModule_AddIntConstant(module, "WRITTEN", 3);
 }
 
 static int
@@ -75,8 +78,10 @@ module_exec(PyObject *module)
     mp_state *state = mp_state_of_module(module);
     state->str_data = PyUnicode_InternFromString("data");
     state->str_grad = PyUnicode_InternFromString("grad");
+    state->str_version = PyUnicode_InternFromString("_version");
     state->exchange = mp_exchange_new();
-    if (state->str_data == NULL || state->str_grad == NULL || state->exchange == NULL) {
+    if (state->str_data == NULL || state->str_grad == NULL || state->str_version == NULL ||
+        state->exchange == NULL) {
         return -1;
     }
     if (add_device_error(module, state) < 0 || add_constants(module) < 0) {
@@ -121,6 +126,7 @@ module_clear(PyObject *module)
     Py_CLEAR(state->device_error);
     Py_CLEAR(state->str_data);
     Py_CLEAR(state->str_grad);
+    Py_CLEAR(state->str_version);
     if (state->exchange != NULL) {
         mp_exchange_clear(state->exchange);
     }

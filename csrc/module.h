@@ -19,6 +19,7 @@ typedef struct mp_state {
     PyObject *device_error;        /* DeviceError */
     PyObject *str_data;            /* interned "data" */
     PyObject *str_grad;            /* interned "grad" */
+    PyObject *str_version;         /* interned "_version" */
     mp_exchange *exchange;
 } mp_state;
 

@@ -43,6 +43,8 @@ UNCHANGED: int  # 0
 MOVED: int  # 1: data of some rows moved or changed type or size: see Engine.moved()
 REPLACED: int  # 2: a module no longer holds the parameter object of the plan
 
+WRITTEN: int  # 3: resume() only: a version counter moved since remember()
+
 class Engine:
     """Casts the masters of one device into low-precision copies, and switches ``.data`` between the two.
 
@@ -87,6 +89,11 @@ class Engine:
         """``param.data = low`` for every row.  On an error all rows are masters again."""
     def restore(self, bucket: int = -1) -> None:
         """``param.data = master`` for the bucket's rows (-1: all).  Goes on past an error and raises the first at the end."""
+    def remember(self) -> None:
+        """Keeps the version counter of every parameter, for resume()."""
+    def resume(self) -> int:
+        """check(), and when no version counter moved since remember(): lower().  Otherwise nothing is done.  Nothing is
+        cast: the copies are those of the last cast().  Writes that count no version are not seen."""
     def reclaim(self) -> None:
         """Where somebody else may have switched ``.data``: rows that still are their copies become masters, and rows that
         are something else are taken to be masters."""
