@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .parameters import Managed
 
@@ -24,18 +24,24 @@ class Guards:
     Args:
         module: the wrapped module; every submodule that holds a managed parameter is guarded too.
         expose: puts masters in place.
+        written: the masters are about to be written.
         hook_ids: keys of our hooks in the modules' hook dictionaries, which a copy must not carry along.
     """
 
     def __init__(
-        self, module: nn.Module, rows: list[Managed], expose: Callable[[], None], hook_ids: Callable[[], set[int]]
+        self,
+        module: nn.Module,
+        rows: list[Managed],
+        expose: Callable[[], None],
+        written: Callable[[], None],
+        hook_ids: Callable[[], set[int]],
     ) -> None:
         homes = {id(home) for row in rows for home, _ in row.sites}
         self.modules = [m for m in module.modules() if m is module or id(m._parameters) in homes]
         self._handles: list[Any] = []
         for guarded in self.modules:
             self._handles.append(guarded.register_state_dict_pre_hook(_Before(expose)))
-            self._handles.append(guarded.register_load_state_dict_pre_hook(_Before(expose)))
+            self._handles.append(guarded.register_load_state_dict_pre_hook(_Before(written)))
             guarded.__dict__["__getstate__"] = _State(guarded, expose, self._ids(hook_ids))
 
     def _ids(self, hook_ids: Callable[[], set[int]]) -> Callable[[], set[int]]:
@@ -109,22 +115,30 @@ class _State:
 
 
 class _OptimizerGuard:
-    """One process-wide hook before optimizer steps: models whose parameters the optimizer holds get their masters back."""
+    """Process-wide hooks around optimizer steps, for the models whose parameters the optimizer holds.
+
+    Before a step masters are put in place.  After it the model is told that they were written; whether the optimizer covers
+    all of them says whether the next forward's casts may start.
+    """
 
     def __init__(self) -> None:
         self._models: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
-        self._handle: Any = None
+        self._handles: list[Any] = []
 
     def add(self, model: Any) -> None:
         self._models[model] = None
-        if self._handle is None:
-            self._handle = register_optimizer_step_pre_hook(self._before_step)
+        if not self._handles:
+            self._handles = [
+                register_optimizer_step_pre_hook(self._before_step),
+                register_optimizer_step_post_hook(self._after_step),
+            ]
 
     def remove(self, model: Any) -> None:
         self._models.pop(model, None)
-        if not self._models and self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        if not self._models:
+            for handle in self._handles:
+                handle.remove()
+            self._handles = []
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         exposed = [model for model in list(self._models) if model.needs_exposing]
@@ -140,6 +154,15 @@ class _OptimizerGuard:
                     "copies; call optimizer.step() after backward, or ddp_mp.unpatch(ddp) first"
                 )
             model.expose()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        watching = [model for model in list(self._models) if model.watches_steps]
+        if not watching:
+            return
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for model in watching:
+            if not held.isdisjoint(model.parameter_ids):
+                model.stepped(covered=model.trained_ids <= held)
 
 
 optimizer_guard = _OptimizerGuard()

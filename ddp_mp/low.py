@@ -194,6 +194,8 @@ class LowPrecision:
         self.copies: Copies | None = None
         self.epoch = 0  # grows at every switch from masters to copies: a graph's gradient accumulators belong to one epoch
         self.stale = False  # the masters may have changed behind the copies
+        self._keep = options.reuse_unchanged
+        self._current = False  # the copies are promised to be those of the masters, and are in memory
         self.casts = 0  # forwards that cast the masters
         self.reused = 0  # forwards that found the copies in place
 
@@ -222,7 +224,11 @@ class LowPrecision:
         if self.fallback is not None:
             self.fallback.check()
         with self._masters_on_error():
-            self._begin(None if live else self.copies)
+            if self._current and not self.stale and self._resume():
+                self.reused += 1
+            else:
+                self._begin(None if live else self.copies)
+        self._current = self._keep
         self.stale = False
 
     def enter_again(self, copies: Copies) -> None:
@@ -239,6 +245,34 @@ class LowPrecision:
             else:
                 self._begin(copies)
 
+    def prefetch(self, live: bool) -> None:
+        """After an optimizer step, with masters in place: casts for the next forward.  Never an error of its own."""
+        if self.is_low or not self.groups:
+            return
+        self._make_ready(None if live else self.copies)
+        for group in self.groups:
+            if group.engine.check() != _C.UNCHANGED:
+                return  # the next forward takes up what moved, or complains
+        for group in self.groups:
+            group.engine.cast()
+            group.engine.remember()
+        self._current, self.stale = True, False
+        self.casts += 1
+
+    def changed(self) -> None:
+        """The masters were written: no promise about the copies holds any more."""
+        self._current = False
+        self.stale = self.stale or self.is_low
+
+    def _resume(self) -> bool:
+        """Switches to the copies of the last cast; False when something shows that the masters are not those."""
+        for group in self.groups:
+            if group.engine.resume() != _C.UNCHANGED:
+                self.switch_back()
+                return False
+        self._lower_fallback()
+        return True
+
     def leave(self, live: bool) -> None:
         """Parameters become masters; memory is given back unless ``live`` says that a graph still needs it.
 
@@ -247,7 +281,10 @@ class LowPrecision:
         """
         self.wait()
         self.switch_back()
-        if not live:
+        if self._keep and self._current:
+            for group in self.groups:
+                group.engine.remember()
+        elif not live:
             self.release()
 
     def switch_back(self) -> None:
@@ -274,6 +311,14 @@ class LowPrecision:
             group.engine.wait()
 
     def _begin(self, copies: Copies | None) -> None:
+        self._make_ready(copies)
+        for group in self.groups:
+            group.begin()
+        self._lower_fallback()
+        self.casts += bool(self.rows)
+
+    def _make_ready(self, copies: Copies | None) -> None:
+        """These copies (None: new ones) are bound, and have their memory."""
         if copies is None:
             copies = Copies([group.new_arenas() for group in self.groups])
         if copies is not self.copies:
@@ -281,10 +326,6 @@ class LowPrecision:
         for arenas in copies.arenas:
             if not arenas.allocated:
                 arenas.allocate()
-        for group in self.groups:
-            group.begin()
-        self._lower_fallback()
-        self.casts += bool(self.rows)
 
     def _bind(self, copies: Copies) -> None:
         for group, arenas in zip(self.groups, copies.arenas, strict=True):

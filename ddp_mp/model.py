@@ -67,9 +67,34 @@ class PatchedModel:
         return self.backward.running and torch._C._current_graph_task_id() != -1
 
     @property
+    def watches_steps(self) -> bool:
+        """Whether anything depends on knowing of optimizer steps."""
+        return self.options.prefetch or self.options.reuse_unchanged
+
+    @property
     def parameter_ids(self) -> set[int]:
         """``id`` of every managed parameter."""
         return {id(row.param) for row in self.rows}
+
+    @property
+    def trained_ids(self) -> set[int]:
+        """``id`` of every parameter that gets a gradient."""
+        return {id(row.param) for row in self.rows if row.param.requires_grad}
+
+    def stepped(self, covered: bool) -> None:
+        """An optimizer wrote masters; ``covered``: all that are trained."""
+        self.masters_changed()
+        if covered and self.options.prefetch and not self.backward.running:
+            self.low.prefetch(live=self.backward.live())
+
+    def masters_changed(self) -> None:
+        """The masters were written; copies that were kept, or are in place, are not theirs any more."""
+        self.low.changed()
+
+    def written(self) -> None:
+        """The masters are about to be written: they are put in place for it."""
+        self.expose()
+        self.masters_changed()
 
     def expose(self) -> None:
         """Masters in place, unless a backward is under way."""
@@ -101,7 +126,9 @@ class PatchedModel:
         return Waits(self._module, self.low, by_module=self.options.wait == "module")
 
     def _new_guards(self) -> Guards:
-        return Guards(self._module, self.rows, weakly(self.expose, None), weakly(self._hook_ids, set()))
+        return Guards(
+            self._module, self.rows, weakly(self.expose, None), weakly(self.written, None), weakly(self._hook_ids, set())
+        )
 
     def _hook_ids(self) -> set[int]:
         return self.forward.hook_ids

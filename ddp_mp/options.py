@@ -68,16 +68,27 @@ class Options:
         first_bucket_mb: size of the first cast bucket in MiB of low-precision memory, small so that the first layers start
             early.
         bucket_mb: size of the later cast buckets in MiB.
+        prefetch: cast right after an optimizer step that covers the model, so that the next forward finds the copies
+            ready; they take their memory from then on.  A write between step and forward that PyTorch can see (another
+            address, a version counter, loading a state dict, another step) casts again; after one that it cannot see
+            (``.data``, raw memory) call :func:`ddp_mp.masters_changed`.
+        reuse_unchanged: a promise that masters change in no other way than optimizer steps, loading, and writes that
+            PyTorch can see or :func:`ddp_mp.masters_changed` announces.  Copies then stay in memory between forwards, and
+            gradient accumulation and evaluation cast only once.
     """
 
     hooks: Literal["all", "root"] = "all"
     wait: Literal["root", "module"] = "root"
     first_bucket_mb: float = 1.0
     bucket_mb: float = 25.0
+    prefetch: bool = False
+    reuse_unchanged: bool = False
 
     def __post_init__(self) -> None:
         _check_choice("hooks", self.hooks, ("all", "root"))
         _check_choice("wait", self.wait, ("root", "module"))
+        _check_flag("prefetch", self.prefetch)
+        _check_flag("reuse_unchanged", self.reuse_unchanged)
         _check_size("first_bucket_mb", self.first_bucket_mb)
         _check_size("bucket_mb", self.bucket_mb)
 
@@ -95,6 +106,11 @@ class Options:
 def _check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"Options.{field}: expected one of {', '.join(map(repr, choices))}, found {value!r}")
+
+
+def _check_flag(field: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"Options.{field}: expected True or False, found {value!r}")
 
 
 def _check_size(field: str, value: object) -> None:

@@ -277,7 +277,7 @@ def masters_changed(ddp: DistributedDataParallel) -> None:
     """
     model = model_of(ddp)
     if model is not None:
-        model.low.stale = True
+        model.masters_changed()
     elif root_of(ddp) is None:
         raise ValueError("ddp_mp.masters_changed: the model is not patched")
 

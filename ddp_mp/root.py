@@ -34,7 +34,7 @@ class RootModel:
         self.rebuilds = 0
         self._hooked: list[tuple[nn.Module, int, Any]] = []
         self._plan(ddp)
-        self.guards = Guards(ddp.module, self.rows, weakly(self.expose, None), set)
+        self.guards = Guards(ddp.module, self.rows, weakly(self.expose, None), weakly(self.expose, None), set)
         optimizer_guard.add(self)
 
     # --- put in place ------------------------------------------------------------------------------------------------
@@ -44,6 +44,8 @@ class RootModel:
         """Puts our hook where PyTorch's root hook is registered; sets PyTorch's mixed precision up where it is missing."""
         if precision.param_dtype is None or precision.reduce_dtype is None:
             raise ValueError("Options.hooks='root': PyTorch's own hooks need both param_dtype and reduce_dtype")
+        if options.prefetch or options.reuse_unchanged or options.wait != "root":
+            raise ValueError("Options: prefetch, reuse_unchanged and wait='module' need hooks='all'")
         if ddp.mixed_precision is None:
             native.restore_masters(ddp)
             ddp.mixed_precision = precision
@@ -103,6 +105,8 @@ class RootModel:
     def in_backward(self) -> bool:
         """Whether a backward is under way in this thread."""
         return bool(torch._C._current_graph_task_id() != -1)
+
+    watches_steps = False
 
     @property
     def parameter_ids(self) -> set[int]:
