@@ -31,6 +31,20 @@ nm --dynamic --undefined-only "$instrumented" | grep -q __asan_ || {
     exit 1
 }
 
+# nvcc does not survive a preloaded runtime: tests that compile kernels get a toolkit whose nvcc drops it.
+for nvcc in "${CUDA_HOME:+$CUDA_HOME/bin/nvcc}" "$(command -v nvcc || true)" /usr/local/cuda/bin/nvcc; do
+    toolkit=$(dirname "$(dirname "$(realpath "${nvcc:-/none}")")")
+    [ -x "$nvcc" ] && [ -f "$toolkit/include/cuda.h" ] || continue
+    rm -rf "$build/cuda" && mkdir -p "$build/cuda/bin"
+    for entry in "$toolkit"/*; do
+        [ "${entry##*/}" = bin ] || ln -s "$entry" "$build/cuda/"
+    done
+    printf '#!/bin/sh\nunset LD_PRELOAD\nexec "%s" "$@"\n' "$toolkit/bin/nvcc" >"$build/cuda/bin/nvcc"
+    chmod +x "$build/cuda/bin/nvcc"
+    export CUDA_HOME=$build/cuda PATH=$build/cuda/bin:$PATH
+    break
+done
+
 export LD_PRELOAD="${runtimes[*]}"
 export ASAN_OPTIONS=detect_leaks=0:strict_string_checks=1:abort_on_error=1
 export UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
