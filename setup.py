@@ -187,9 +187,21 @@ def _write(name: str, content: bytes) -> str:
 
 
 def _side_by_side(compile_one: Any, sources: list[str], *args: Any, **kwargs: Any) -> list[str]:
+    def compile_with_own_flags(source: str) -> list[str]:
+        own = {**kwargs, "extra_postargs": [*(kwargs.get("extra_postargs") or []), *_own_flags(source)]}
+        return compile_one([source], *args, **own)
+
     count = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, len(sources))
     with ThreadPoolExecutor(max_workers=max(count, 1)) as pool:
-        return [name for names in pool.map(lambda one: compile_one([one], *args, **kwargs), sources) for name in names]
+        return [name for names in pool.map(compile_with_own_flags, sources) for name in names]
+
+
+def _own_flags(source: str) -> list[str]:
+    """What one file alone needs."""
+    if "address" in os.environ.get("DDP_MP_SANITIZE", "") and os.path.basename(source) == "cast_avx512.c":
+        # GCC (bug 110027, in 12 at least) aligns the frames of this check to 32 bytes and then stores 64 aligned ones.
+        return [] if "clang" in os.environ.get("CC", "") else ["--param=asan-use-after-return=0"]
+    return []
 
 
 compiling, linking = flags()

@@ -291,9 +291,7 @@ def test_deque_index_that_is_no_integer_raises_as_deque_does() -> None:
 
 
 @pytest.mark.parametrize("end", ["append", "appendleft"])
-@pytest.mark.parametrize(
-    "item", [None, 0, "event", torch.zeros(1), _C.EventDeque()], ids=lambda item: type(item).__name__
-)
+@pytest.mark.parametrize("item", [None, 0, "event", torch.zeros(1), _C.EventDeque()], ids=lambda item: type(item).__name__)
 def test_deque_takes_events_only(end: str, item: object) -> None:
     queue = _C.EventDeque()
     with pytest.raises(TypeError, match="expected an Event, got "):

@@ -63,9 +63,7 @@ def way(request: pytest.FixtureRequest) -> Way:
 
 def is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """By enumeration: the elements' offsets are 0, 1, ..., numel - 1."""
-    offsets = [
-        sum(i * s for i, s in zip(index, strides, strict=True)) for index in itertools.product(*map(range, shape))
-    ]
+    offsets = [sum(i * s for i, s in zip(index, strides, strict=True)) for index in itertools.product(*map(range, shape))]
     return sorted(offsets) == list(range(len(offsets)))
 
 
@@ -545,7 +543,10 @@ def test_capsule_of_another_device_has_no_backend(memory: Any) -> None:
         )
 
 
-@pytest.mark.parametrize("returned", [None, 5, "dltensor", object(), new_capsule(1, b"something", None)])
+OTHER_NAME = b"something"  # a capsule refers to its name
+
+
+@pytest.mark.parametrize("returned", [None, 5, "dltensor", object(), new_capsule(1, OTHER_NAME, None)])
 def test_capsule_that_is_none_is_refused(returned: object) -> None:
     with pytest.raises(BufferError, match="no DLPack capsule"):
         _C.describe(type("Liar", (), {"__dlpack__": lambda self: returned})())
