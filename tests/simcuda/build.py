@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,9 +68,15 @@ def compile_flags(sanitize: str) -> list[str]:
 
 
 def run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
+    # A sanitizer's runtime that is preloaded for the tests would make the compiler crawl.
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+
+
+def digest(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:8]
 
 
 @contextmanager
@@ -82,27 +88,29 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
+def newest(files: Iterable[Path]) -> float:
+    return max(file.stat().st_mtime for file in files)
+
+
 def newest_header() -> float:
-    return max(file.stat().st_mtime for file in [*SOURCES.glob("*.hpp"), HERE / "simcuda.h", Path(__file__)])
+    return newest([*SOURCES.glob("*.hpp"), HERE / "simcuda.h"])
+
+
+def is_fresh(target: Path) -> bool:
+    return target.exists() and target.stat().st_mtime > max(newest(SOURCES.glob("*.cpp")), newest_header())
 
 
 def compile_stale(folder: Path, flags: list[str]) -> list[Path]:
     """Every object file, those out of date made again."""
     headers = newest_header()
-    stamp = folder / ("flags-" + hashlib.sha256(" ".join([compiler(), *flags]).encode()).hexdigest()[:16])
-    fresh_flags = stamp.exists()
     jobs, objects = [], []
     for source in sorted(SOURCES.glob("*.cpp")):
         target = folder / f"{source.stem}.o"
         objects.append(target)
-        made = target.stat().st_mtime if fresh_flags and target.exists() else 0.0
-        if made <= max(source.stat().st_mtime, headers):
+        if not target.exists() or target.stat().st_mtime <= max(source.stat().st_mtime, headers):
             jobs.append([compiler(), *flags, "-c", str(source), "-o", str(target)])
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(run, jobs))
-    for old in folder.glob("flags-*"):
-        old.unlink()
-    stamp.touch()
     return objects
 
 
@@ -112,36 +120,37 @@ def version_script(hide: Sequence[str]) -> str:
     return f"{{ global: cu*; sim_*; local:{hidden} *; }};\n"
 
 
-def library(sanitize: str = "", hide: Sequence[str] = ()) -> Path:
+def library(sanitize: str | None = None, hide: Sequence[str] = ()) -> Path:
     """Builds the simulated ``libcuda.so.1`` if needed.
 
     ``hide`` names exported symbols that shall be missing, as in an old driver, for dlsym too; cuGetProcAddress alone
-    can be told by ``sim_hide``.  Raises `UnavailableError` where it cannot be built.
+    can be told by ``sim_hide``.  ``sanitize`` is that of the environment variable SIMCUDA_SANITIZE unless given.  Raises
+    `UnavailableError` where it cannot be built.
     """
-    folder = OUTPUT / (sanitize.replace(",", "-") or "plain")
-    place = folder / ("without-" + hashlib.sha256(",".join(sorted(hide)).encode()).hexdigest()[:8] if hide else "lib")
-    target = place / NAME
+    sanitize = os.environ.get("SIMCUDA_SANITIZE", "") if sanitize is None else sanitize
     flags = compile_flags(sanitize)
+    # Other flags, another folder: two builds that take turns would never be fresh.
+    folder = OUTPUT / f"{sanitize.replace(',', '-') or 'plain'}-{digest(compiler(), flags)}"
+    place = folder / (f"without-{digest(sorted(hide))}" if hide else "lib")
+    target = place / NAME
+    if is_fresh(target):
+        return target
     with locked(folder):
         objects = compile_stale(folder, flags)
-        if target.exists() and target.stat().st_mtime >= max(o.stat().st_mtime for o in objects):
-            return target
         place.mkdir(exist_ok=True)
-        script, fresh = place / "exports", place / "new"
+        script, linked = place / "exports", place / "new"
         script.write_text(version_script(hide))
-        sanitizer = [f"-fsanitize={sanitize}"] if sanitize else []
-        definitions = [] if not sanitize else ["-Wl,-z,undefs"]
-        run([compiler(), *LINKING, *definitions, *sanitizer, f"-Wl,--version-script={script}", *map(str, objects),
-             "-o", str(fresh)])  # fmt: skip
-        os.replace(fresh, target)
+        # A sanitizer's runtime is found in the process only when it runs.
+        options = [f"-fsanitize={sanitize}", "-Wl,-z,undefs"] if sanitize else []
+        run([compiler(), *LINKING, *options, f"-Wl,--version-script={script}", *map(str, objects), "-o", str(linked)])
+        os.replace(linked, target)
     return target
 
 
 def fatbin(source: Path, arches: Sequence[int], options: Sequence[str] = ()) -> Path:
     """Compiles kernels as the project does: uncompressed, PTX next to every cubin."""
-    key = hashlib.sha256(f"{source.read_text()}{arches}{options}".encode()).hexdigest()[:16]
     folder = OUTPUT / "kernels"
-    target = folder / f"{source.stem}-{key}.fatbin"
+    target = folder / f"{source.stem}-{digest(nvcc(), source.read_text(), arches, options)}.fatbin"
     with locked(folder):
         if not target.exists():
             codes = [f"-gencode=arch=compute_{a},code=[sm_{a},compute_{a}]" for a in arches]
@@ -153,7 +162,7 @@ def fatbin(source: Path, arches: Sequence[int], options: Sequence[str] = ()) -> 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sanitize", default="", help="address,undefined or thread")
+    parser.add_argument("--sanitize", help="address,undefined or thread")
     parser.add_argument("--hide", default="", help="exported symbols that shall be missing, with commas")
     arguments = parser.parse_args()
     try:

@@ -64,6 +64,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "sim_work": (_INT, (_P, _RANGES, C.c_size_t, _P, _P, C.c_size_t, _TEXT)),
     "sim_enter": (_INT, (_P,)),
     "sim_access": (_INT, (_P, _RANGES, C.c_size_t, _TEXT)),
+    "sim_synchronize": (_INT, (_P,)),
     "sim_set_current_stream": (None, (_P,)),
     "sim_current_stream": (_P, ()),
     "sim_step": (_INT, (_INT,)),
@@ -78,8 +79,8 @@ def _counts(log: bytes) -> dict[str, int]:
 class Simulator:
     """The simulated driver of this process.
 
-    Loading it makes every later ``dlopen("libcuda.so.1")`` in the process find it, so it must come before the code under
-    test looks for a driver.
+    Loading it makes every later ``dlopen("libcuda.so.1")`` in the process find it, so it must come before the code
+    under test looks for a driver.
     """
 
     def __init__(self, library: Path) -> None:
@@ -193,9 +194,7 @@ class Simulator:
     def name_stream(self, stream: int, name: str) -> None:
         self.library.sim_name_stream(stream, name.encode())
 
-    def work(
-        self, stream: int | None, ranges: Sequence[Range], label: str, into: int = 0, data: bytes | None = None
-    ) -> None:
+    def work(self, stream: int | None, ranges: Sequence[Range], label: str, into: int = 0, data: bytes | None = None) -> None:
         """Queues foreign work that touches the ranges and, with ``data``, copies it to ``into``."""
         array, count = self._ranges(ranges)
         code = self.library.sim_work(stream, array, count, into, data, len(data or b""), label.encode())
@@ -205,10 +204,14 @@ class Simulator:
         """The calling thread acts as the stream from here to `access`."""
         self._accept(self.library.sim_enter(stream), "sim_enter")
 
-    def access(self, stream: int | None | C.c_void_p, ranges: Sequence[Range], label: str) -> None:
+    def access(self, stream: int | C.c_void_p | None, ranges: Sequence[Range], label: str) -> None:
         """Books what the calling thread did as the stream's (or `HOST`'s) work."""
         array, count = self._ranges(ranges)
         self._accept(self.library.sim_access(stream, array, count, label.encode()), "sim_access")
+
+    def synchronize(self, stream: int | C.c_void_p | None = HOST) -> None:
+        """The host waits for a stream, or for everything; counted nowhere."""
+        self._accept(self.library.sim_synchronize(stream), "sim_synchronize")
 
     @property
     def current_stream(self) -> int | None:

@@ -76,6 +76,8 @@ int sim_work(void *stream, const sim_range *ranges, size_t count, void *into, co
 int sim_enter(void *stream);
 /* Books what it just did as the stream's (or, with SIM_HOST, the host's) access. */
 int sim_access(void *stream, const sim_range *ranges, size_t count, const char *label);
+/* The host waits for the stream (SIM_HOST: for all), uncounted: what reading a value of the framework implies. */
+int sim_synchronize(void *stream);
 /* The stream that work without a stream of its own belongs to, for code that asks; per thread, NULL at first. */
 void sim_set_current_stream(void *stream);
 void *sim_current_stream(void);

@@ -156,6 +156,9 @@ void sim_reset(int schedule, uint64_t seed)
     s.graphs.clear();
     s.execs.clear();
     s.memory.clear();
+    s.host = VectorClock();
+    s.next_stream = 1;
+    s.next_capture = 1;
     s.launches = 0;
     s.initialised = false;
     configure_from_environment();
@@ -393,6 +396,22 @@ int sim_access(void *stream, const sim_range *ranges, size_t count, const char *
     const OpPtr op = enqueue(*s, {label, nullptr, nullptr});
     force(op, lock);
     touch_all(ranges, count, op->actor);
+    return CUDA_SUCCESS;
+}
+
+int sim_synchronize(void *stream)
+{
+    Lock lock = locked();
+    if (stream == SIM_HOST) {
+        drain(lock);
+        for (const auto &[handle, each] : state().streams)
+            host_join(each->clock);
+        return CUDA_SUCCESS;
+    }
+    Stream *s = stream_of(stream);
+    if (s == nullptr)
+        return CUDA_ERROR_INVALID_HANDLE;
+    host_waits_for(s->tail, lock);
     return CUDA_SUCCESS;
 }
 

@@ -27,14 +27,14 @@ Op *runnable(const Stream &stream)
     return &op;
 }
 
-// Streams that can advance, by id so that a seed replays.  Delayed work comes only when there is nothing else.
-std::vector<Stream *> ready_streams()
+// Streams that can advance, by id so that a seed replays.
+std::vector<Stream *> ready_streams(bool delayed)
 {
-    std::vector<Stream *> ready, late;
+    std::vector<Stream *> ready;
     for (const auto &[id, stream] : state().busy)
-        if (const Op *op = runnable(*stream))
-            (is_delayed(*op) ? late : ready).push_back(stream);
-    return ready.empty() ? late : ready;
+        if (const Op *op = runnable(*stream); op && is_delayed(*op) == delayed)
+            ready.push_back(stream);
+    return ready;
 }
 
 void run_front(Stream &stream, Lock &lock)
@@ -163,15 +163,21 @@ CUresult submit(Stream &stream, const Work &work, Lock &lock)
     return CUDA_SUCCESS;
 }
 
+// Runs one operation of some ready stream.
+static bool advance(bool delayed, Lock &lock)
+{
+    const auto ready = ready_streams(delayed);
+    if (ready.empty())
+        return false;
+    run_front(*ready[state().random() % ready.size()], lock);
+    return true;
+}
+
 int step(int n, Lock &lock)
 {
     int done = 0;
-    for (; done < n; done++) {
-        const auto ready = ready_streams();
-        if (ready.empty())
-            break;
-        run_front(*ready[state().random() % ready.size()], lock);
-    }
+    while (done < n && (advance(false, lock) || advance(true, lock)))
+        done++;
     return done;
 }
 
@@ -181,7 +187,8 @@ void progress(Lock &lock)
     if (s.schedule == SIM_EAGER)
         drain(lock);
     else if (s.schedule == SIM_RANDOM)
-        step(static_cast<int>(s.random() % 3), lock);
+        for (uint64_t n = s.random() % 3; n > 0 && advance(false, lock); n--) {
+        }
 }
 
 // A query is no wait, but a loop of queries must come to an end.
@@ -220,7 +227,7 @@ void force(const OpPtr &op, Lock &lock)
     while (op && !op->done) {
         if (s.schedule == SIM_THREAD)
             s.changed.wait(lock);
-        else if (s.schedule != SIM_RANDOM || step(1, lock) == 0)
+        else if (s.schedule != SIM_RANDOM || !advance(false, lock))
             run_towards(op, lock);
     }
 }

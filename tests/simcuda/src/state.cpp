@@ -144,11 +144,12 @@ void check_watches()
     std::vector<Watch> left;
     for (Watch &w : s.watches) {
         const Range *range = s.memory.find(reinterpret_cast<uint64_t>(w.base));
-        const bool gone = range == nullptr || range->freed;
-        if (!gone && fingerprint(w.base, w.bytes) != w.hash)
-            report("STAGING-OVERWRITE", "the host changed " + range->label + " before it knew that <" + w.label + "> had read it");
-        else if (!gone && !s.host.covers(w.epoch))
+        if (range == nullptr || range->freed || s.host.covers(w.epoch))
+            continue;
+        if (fingerprint(w.base, w.bytes) == w.hash)
             left.push_back(std::move(w));
+        else
+            report("STAGING-OVERWRITE", "the host changed " + range->label + " before it knew that <" + w.label + "> had read it");
     }
     s.watches = std::move(left);
 }
