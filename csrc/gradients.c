@@ -135,7 +135,7 @@ fire(Gradients *self, size_t row)
         self->refired = 1; /* accumulated once more before the reduction: nothing is lost */
         return 0;
     }
-    self->fired[row] = 1;
+    self->fired[row] = FIRED;
     bucket->pending--;
     if (bucket->pending == 0 && self->early) {
         return call_with(self->on_ready, self->bucket_of[row]);
@@ -430,7 +430,7 @@ gradients_fired(PyObject *object, PyObject *argument)
 {
     Gradients *self = (Gradients *)object;
     Py_ssize_t row = parse_index(argument, self->row_count, "row");
-    return row < 0 ? NULL : PyBool_FromLong(self->fired[row]);
+    return row < 0 ? NULL : PyBool_FromLong(self->fired[row] != NOT_FIRED);
 }
 
 static PyObject *
@@ -541,7 +541,7 @@ gradients_contributes(PyObject *object, PyObject *Py_UNUSED(ignored))
     const Gradients *self = (Gradients *)object;
     PyObject *flags = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)self->row_count);
     for (size_t row = 0; flags != NULL && row < self->row_count; row++) {
-        PyBytes_AS_STRING(flags)[row] = self->fired[row] || is_local(self, row);
+        PyBytes_AS_STRING(flags)[row] = (char)(is_local(self, row) ? FIRED : self->fired[row]);
     }
     return flags;
 }
@@ -923,6 +923,9 @@ gradients_dealloc(PyObject *object)
 {
     Gradients *self = (Gradients *)object;
     PyTypeObject *type = Py_TYPE(object);
+    if (PyObject_CallFinalizerFromDealloc(object) < 0) {
+        return; /* somebody took a new reference meanwhile */
+    }
     PyObject_GC_UnTrack(object);
     if (self->weakrefs != NULL) {
         PyObject_ClearWeakRefs(object);
@@ -954,7 +957,7 @@ static PyMethodDef gradients_methods[] = {
     {"begin", MP_FUNCTION(gradients_begin), METH_VARARGS | METH_KEYWORDS,
      "begin(early): sets every .grad aside; returns how many there were."},
     {"fired", gradients_fired, METH_O, "fired(row): whether its hook fired since reset()."},
-    {"fired_flags", gradients_fired_flags, METH_NOARGS, "One byte a row: 1 when its hook fired since reset()."},
+    {"fired_flags", gradients_fired_flags, METH_NOARGS, "One byte a row: not 0 when its hook fired since reset()."},
     {"unfired", gradients_unfired, METH_O, "unfired(bucket): rows that have not fired since reset()."},
     {"pack", MP_FUNCTION(gradients_pack), METH_VARARGS | METH_KEYWORDS,
      "pack(bucket, out, divisor): out = (grad + local stash) / divisor; .grad = None.  Returns rows left to the "
@@ -965,7 +968,8 @@ static PyMethodDef gradients_methods[] = {
      "take_stash(row): stash(row), given up to a caller that finishes the row."},
     {"is_local", gradients_is_local, METH_O, "is_local(row): whether what is set aside is not what hand_over() left."},
     {"contributes", gradients_contributes, METH_NOARGS,
-     "One byte a row: 1 when it fired since reset() or something local is set aside for it."},
+     "One byte a row: 1 when it fired since reset() or something local is set aside for it, 2 when it fired without "
+     "a gradient."},
     {"position", gradients_position, METH_O, "position(row): the row's place in its bucket."},
     {"hand_over", MP_FUNCTION(gradients_hand_over), METH_VARARGS | METH_KEYWORDS,
      "hand_over(bucket, reduced, views, divisor, used): gives every row its reduced gradient.  Returns rows left to "

@@ -24,6 +24,13 @@ enum phase {
     PHASE_FRESH = 3, /* there was none and this backward has given one: abort() takes it away */
 };
 
+/* What is known of a row since reset(). */
+enum fired {
+    NOT_FIRED = 0,
+    FIRED = 1,
+    FIRED_EMPTY = 2, /* and pack() found no gradient: autograd hands an undefined one to what a loss does not need */
+};
+
 typedef struct grad_bucket {
     size_t *rows; /* in packing order; points into Gradients.order */
     size_t count;
@@ -53,7 +60,7 @@ typedef struct Gradients {
     size_t *position; /* in its bucket */
     uint8_t *synced; /* the stash is what hand_over() left */
     uint8_t *phase;
-    uint8_t *fired;
+    uint8_t *fired; /* FIRED_... */
     PyObject *names; /* owned tuple of str */
 
     size_t bucket_count;

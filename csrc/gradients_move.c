@@ -275,6 +275,9 @@ pack_row(Gradients *self, operation *op, size_t k, const mp_view *out)
     if (self->held[k] != NULL || aside != NULL) {
         flat = read_param(self, row, &param);
     }
+    else if (self->fired[row]) {
+        self->fired[row] = FIRED_EMPTY;
+    }
     if (flat == 1 && self->held[k] != NULL) {
         flat = read_flat(self, row, self->held[k], &param, 0, &grad, "reading its gradient");
     }

@@ -139,7 +139,7 @@ class Gradients:
     def active(self) -> bool: ...
     def fired(self, row: int) -> bool: ...
     def fired_flags(self) -> bytearray:
-        """One byte a row: 1 when its hook fired since reset()."""
+        """One byte a row: not 0 when its hook fired since reset()."""
     def unfired(self, bucket: int) -> list[int]: ...
     def pack(self, bucket: int, out: Tensor, divisor: float) -> list[int]:
         """out[...] = (grad + local stash) / divisor, row after row without gaps, on the caller's current stream; then
@@ -151,7 +151,8 @@ class Gradients:
     def is_local(self, row: int) -> bool:
         """Whether what is set aside for the row is local."""
     def contributes(self) -> bytes:
-        """One byte a row: 1 when it fired since reset() or something local is set aside for it."""
+        """One byte a row: 1 when it fired since reset() or something local is set aside for it, 2 when it fired and pack()
+        found no gradient: autograd hands undefined ones to what a loss does not need."""
     def position(self, row: int) -> int:
         """The row's place in its bucket."""
     def hand_over(

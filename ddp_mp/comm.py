@@ -73,7 +73,8 @@ class Communicator:
         if self.hook is not None:
             hook, state = self.hook
             return hook(state, GradBucket(bucket, buffer, last))
-        return _Reduction(self.process_group.allreduce([buffer]), buffer)
+        flat = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+        return _Reduction(self.process_group.allreduce([flat]), buffer)
 
     def shadow(self, bucket: GradBucket) -> torch.Tensor:
         """Takes part in the reduction of a bucket that this rank has no gradients for (``Join``); returns the result."""

@@ -30,6 +30,7 @@ class LooseGradients:
         self.fires = 0
         self._early = False
         self._fired = False
+        self._empty = False  # it fired, and there was no gradient
         self._launched = False
         self._stash: torch.Tensor | None = None
         self._synced: torch.Tensor | None = None  # the gradient that the last reduction left
@@ -67,13 +68,15 @@ class LooseGradients:
         return [] if self._fired else [0]
 
     def contributes(self) -> bytes:
-        return bytes([self._fired or (self._stash is not None and self._local)])
+        if self._stash is not None and self._local:
+            return b"\1"
+        return b"\2" if self._fired and self._empty else bytes([self._fired])
 
     def end(self) -> None:
         self.active = self._early = False
 
     def reset(self) -> None:
-        self._fired = self._launched = self.refired = False
+        self._fired = self._empty = self._launched = self.refired = False
 
     def set_launched(self, bucket: int = 0) -> None:
         self._launched = True
@@ -101,10 +104,11 @@ class LooseGradients:
     def contribution(self, dtype: torch.dtype | None, divisor: float) -> torch.Tensor:
         param = self.params[0]
         grad, param.grad = param.grad, None
+        self._empty = grad is None
         if grad is None:
             out = self.zeros(dtype)
         else:
-            wide = dtype or param.dtype
+            wide = self._wire(dtype)
             out = grad.coalesce().to(wide) if grad.is_sparse else grad.to(wide, copy=True).contiguous()
         if self._stash is not None and self._local:
             out = out + self._stash.to(out.dtype)
@@ -135,7 +139,12 @@ class LooseGradients:
     def zeros(self, dtype: torch.dtype | None) -> torch.Tensor:
         param = self.params[0]
         layout = torch.sparse_coo if self.sparse else torch.strided
-        return torch.zeros(param.shape, dtype=dtype or param.dtype, device=param.device, layout=layout)
+        return torch.zeros(param.shape, dtype=self._wire(dtype), device=param.device, layout=layout)
+
+    def _wire(self, dtype: torch.dtype | None) -> torch.dtype:
+        """The type that is reduced: complex gradients keep theirs."""
+        own = self.params[0].dtype
+        return own if dtype is None or own.is_complex else dtype
 
     def forget(self) -> None:
         return

@@ -301,7 +301,7 @@ class Reducer:
             # a parameter frozen after the model was wrapped has none on any rank, and keeps what it had
             return local if any(0 in flags for flags in local.values()) else None
         joined = b"".join(local.values())
-        total = self.comm.reduce_flags(joined, self.buckets[0].params[0].device)
+        total = self.comm.reduce_flags(bytes(flag == 1 for flag in joined), self.buckets[0].params[0].device)
         out, offset = {}, 0
         for key, flags in local.items():
             out[key] = total[offset : offset + len(flags)]
