@@ -1,0 +1,41 @@
+"""Small modules and inputs that several test files use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+
+def mlp(width: int = 8, depth: int = 2) -> nn.Sequential:
+    """Linear layers with a smooth nonlinearity, so that every gradient depends on every weight."""
+    return nn.Sequential(*[layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())])
+
+
+def vectors(rows: int = 4, width: int = 8) -> Callable[[], torch.Tensor]:
+    """Makes inputs of :func:`mlp`."""
+    return lambda: torch.randn(rows, width)
+
+
+class Two(nn.Module):
+    """Two linear layers, ``a`` then ``b``; subclasses use them otherwise."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x).tanh())
+
+
+def scalar(value: float = 0.5) -> nn.Linear:
+    """One weight, whose gradient is the input."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, value)
+    return model
+
+
+def column(value: float) -> torch.Tensor:
+    """An input of :func:`scalar`."""
+    return torch.full((1, 1), float(value))
