@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from benchmarks import models
-from benchmarks.harness import Report, Settings, Spread, bars, device_time, paired, settings, synchronize
+from benchmarks.harness import Report, Settings, bars, device_time, settings, synchronize
 from ddp_mp import _C
+from ddp_mp.bench import Spread, paired
 
 PAIRS = [(torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.bfloat16, torch.float32)]
 KIB, MIB = 2**10, 2**20

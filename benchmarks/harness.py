@@ -9,7 +9,8 @@ Three rules follow, and this file exists to make them the easy way:
   pushed the parameter objects out of the cache.  The same hook in a loop of its own looks three to six times faster.
 * *Spread.*  Every figure is a median with its 10th and 90th percentile; a mean of a few rounds says nothing here.
 
-The clock is ``time.perf_counter_ns``.  Work on a GPU is measured with events (``device_time``), never by the host's
+The measuring itself is in ``ddp_mp/bench.py``, so that an installed package has it; here is what belongs to a report.  The
+clock is ``time.perf_counter_ns``.  Work on a GPU is measured with events (``device_time``), never by the host's
 clock around an asynchronous launch.
 """
 
@@ -17,16 +18,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import json
 import logging
 import math
 import os
 import pathlib
 import platform
-import statistics
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,159 +32,9 @@ import torch
 import torch.distributed as dist
 
 import ddp_mp
+from ddp_mp.bench import Spread, now, number
 
 RESULTS = pathlib.Path(__file__).parent / "results"
-now = time.perf_counter_ns
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Median and 10th to 90th percentile of some measurements, in whatever unit they had."""
-
-    median: float
-    p10: float
-    p90: float
-    count: int
-
-    @classmethod
-    def of(cls, values: Iterable[float], scale: float = 1.0) -> Spread:
-        ordered = sorted(v * scale for v in values)
-        if not ordered:
-            return cls(math.nan, math.nan, math.nan, 0)
-
-        def at(fraction: float) -> float:
-            return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))]
-
-        return cls(statistics.median(ordered), at(0.1), at(0.9), len(ordered))
-
-    def scaled(self, factor: float) -> Spread:
-        ends = sorted((self.p10 * factor, self.p90 * factor))
-        return Spread(self.median * factor, ends[0], ends[1], self.count)
-
-    def __str__(self) -> str:
-        return f"{number(self.median)} ({number(self.p10)}-{number(self.p90)})" if self.count else "-"
-
-
-def number(value: float) -> str:
-    """Three significant digits, without an exponent."""
-    if not math.isfinite(value):
-        return "-"
-    digits = 0 if value == 0 else max(0, 2 - math.floor(math.log10(abs(value))))
-    return f"{value:.{min(digits, 3)}f}"
-
-
-def paired(
-    variants: Mapping[str, Callable[[], Mapping[str, float]]], rounds: int, warmup: int = 2, repeat: int = 2
-) -> dict[str, dict[str, list[float]]]:
-    """Runs every variant in every round and keeps the last of ``repeat`` calls in a row: {variant: {measure: values}}.
-
-    The calls before the last bring this variant's own objects to the state that they have in a training loop, after the
-    others have used the cache.  The garbage collector runs between rounds and not within one.
-    """
-    names = list(variants)
-    for name in names:
-        for _ in range(warmup):
-            variants[name]()
-    values: dict[str, dict[str, list[float]]] = {name: {} for name in names}
-    with collector_paused():
-        for round_ in range(rounds):
-            shift = round_ % len(names) if names else 0
-            for name in names[shift:] + names[:shift]:
-                for _ in range(repeat):
-                    measured = variants[name]()
-                for measure, value in measured.items():
-                    values[name].setdefault(measure, []).append(value)
-            gc.collect(0)
-    return values
-
-
-@contextlib.contextmanager
-def collector_paused() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-class HookClock:
-    """Host time spent inside the hooks of one model, by kind; time in a nested hook counts once, for the inner one.
-
-    ``watch`` replaces a hook by one that is timed.  What the timing itself costs is measured once and taken off.
-    """
-
-    def __init__(self) -> None:
-        self.spent: dict[str, int] = {}
-        self.calls: dict[str, int] = {}
-        self._inner: list[int] = []
-        self.overhead = 0.0
-        self.overhead = self._calibrate()
-
-    def watch(self, kind: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-        spent, calls, inner = self.spent, self.calls, self._inner
-        spent.setdefault(kind, 0)
-        calls.setdefault(kind, 0)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            inner.append(0)
-            begin = now()
-            try:
-                return hook(*args, **kwargs)
-            finally:
-                taken = now() - begin
-                spent[kind] += taken - inner.pop()
-                calls[kind] += 1
-                if inner:
-                    inner[-1] += taken
-
-        return timed
-
-    def _calibrate(self) -> float:
-        timed = self.watch("calibration", lambda *_: None)
-        for _ in range(2000):
-            timed(None)
-        return self.spent.pop("calibration") / self.calls.pop("calibration")
-
-    def reset(self) -> None:
-        for kind in self.spent:
-            self.spent[kind] = self.calls[kind] = 0
-
-    def read(self) -> dict[str, float]:
-        """Nanoseconds by kind since reset()."""
-        return {kind: max(0.0, spent - self.overhead * self.calls[kind]) for kind, spent in self.spent.items()}
-
-
-@contextlib.contextmanager
-def silent_device_events() -> Iterator[None]:
-    """Lets PyTorch's own hooks run on a machine without an accelerator.
-
-    They create and record ``torch.Event`` and ask for the accelerator's current stream, and a CPU has neither.  Inside
-    this context both are empty objects and everything else is PyTorch's own code; so a GPU's cost of real events is not
-    in the figures, which flatters PyTorch's side.
-    """
-    if torch.accelerator.is_available():
-        yield
-        return
-
-    class Event:
-        def __init__(self, *_: object, **__: object) -> None: ...
-        def record(self, *_: object) -> None: ...
-        def wait(self, stream: object = None) -> None: ...
-
-    class Stream:
-        def wait_stream(self, _: object) -> None: ...
-
-    stream = Stream()
-    saved = torch.Event, torch.accelerator.current_stream
-    torch.Event = Event  # type: ignore[misc, assignment]
-    torch.accelerator.current_stream = lambda *_: stream  # type: ignore[assignment, return-value]
-    try:
-        yield
-    finally:
-        torch.Event, torch.accelerator.current_stream = saved  # type: ignore[misc]
 
 
 @contextlib.contextmanager

@@ -19,41 +19,29 @@ the way.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
-import ddp_mp
 from benchmarks import models
-from benchmarks.harness import (
-    HookClock,
-    Report,
-    Settings,
-    Spread,
-    bars,
-    one_process_group,
-    paired,
-    settings,
-    silent_device_events,
-)
+from benchmarks.harness import Report, Settings, bars, one_process_group, settings
+from ddp_mp.bench import KINDS, Spread, Variant, paired, total
 
 PARAM_DTYPE = torch.bfloat16
 REDUCE_DTYPE = torch.float32
-KINDS = ("root", "wait", "backward")
 
 
 class PythonRewrite:
     """Mixed precision for a DDP model as short as Python allows: every parameter used once, nothing accumulated."""
 
     def __init__(self, module: nn.Module, watch: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
-        self.ddp = DDP(module)
+        self.ddp = DistributedDataParallel(module)
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.masters = {p: p.data for p in self.parameters}
         arena = torch.empty(sum(p.numel() for p in self.parameters), dtype=PARAM_DTYPE, device=self.parameters[0].device)
@@ -98,109 +86,31 @@ def _annotated(hook: Callable[..., Any]) -> Callable[[object, dist.GradBucket], 
     return annotated
 
 
-@contextlib.contextmanager
-def watched_registration(clock: HookClock) -> Iterator[None]:
-    """Communication hooks registered inside are timed."""
-    register = dist._register_comm_hook
+class PythonVariant(Variant):
+    """The rewrite, trained and timed as the others are."""
 
-    def watching(reducer: Any, state: object, hook: Callable[..., Any]) -> None:
-        register(reducer, state, clock.watch("backward", hook))
-
-    dist._register_comm_hook = watching
-    try:
-        yield
-    finally:
-        dist._register_comm_hook = register
-
-
-@contextlib.contextmanager
-def watched_step(clock: HookClock) -> Iterator[None]:
-    """Hooks put on a tensor inside, as on outputs, and callbacks queued for the end of a backward are timed."""
-    engine = torch.autograd.Variable._execution_engine
-    register_hook = torch.Tensor.register_hook
-
-    def registering(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
-        return register_hook(tensor, clock.watch("backward", hook))
-
-    class Watching:
-        def queue_callback(self, callback: Callable[[], None]) -> None:
-            engine.queue_callback(clock.watch("backward", callback))
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(engine, name)
-
-    torch.autograd.Variable._execution_engine = Watching()
-    torch.Tensor.register_hook = registering
-    try:
-        yield
-    finally:
-        torch.autograd.Variable._execution_engine = engine
-        torch.Tensor.register_hook = register_hook
-
-
-def watch_hooks(ddp: DDP, clock: HookClock) -> None:
-    """Replaces the hooks that now sit on a model and its parameters by timed ones."""
-
-    def replace(hooks: dict[int, Callable[..., Any]], kind: str) -> None:
-        for key, hook in list((hooks or {}).items()):
-            waits = getattr(hook, "__name__", "") == "_module_wait_for_copy_hook"
-            hooks[key] = clock.watch("wait" if waits else kind, hook)
-
-    for module in ddp.modules():
-        kind = "root" if module in (ddp, ddp.module) else "wait"
-        replace(module._forward_pre_hooks, kind)
-        replace(module._forward_hooks, kind)
-    for parameter in ddp.parameters():
-        replace(parameter._backward_hooks, "backward")
-        replace(getattr(parameter, "_post_accumulate_grad_hooks", None), "backward")
-
-
-class Variant:
-    """A model on one kind of hooks, and its training step."""
-
-    def __init__(self, how: str, make: Callable[[], nn.Module], device: torch.device) -> None:
-        self.how, self.device, self.clock = how, device, HookClock()
-        policy = _MixedPrecision(param_dtype=PARAM_DTYPE, reduce_dtype=REDUCE_DTYPE)
-        module = make().to(device)
-        if how == "python":
-            self.ddp = PythonRewrite(module, self.clock.watch).ddp
-        elif how == "pytorch":
-            with silent_device_events(), watched_registration(self.clock):
-                self.ddp = DDP(module, mixed_precision=policy)
-            fire = self.ddp._fire_reducer_autograd_hook
-            self.ddp._fire_reducer_autograd_hook = self.clock.watch("backward", fire)
-            watch_hooks(self.ddp, self.clock)
-        else:
-            with watched_registration(self.clock):
-                self.ddp = ddp_mp.patch(DDP(module), mixed_precision=policy)
-            watch_hooks(self.ddp, self.clock)
-        self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=1e-4)
-        # PyTorch's first gradients are uninitialised memory: never give them to the optimizer.
-        self.step(optimize=False)
-
-    def step(self, optimize: bool = True) -> dict[str, float]:
-        self.clock.reset()
-        events = silent_device_events() if self.how == "pytorch" else contextlib.nullcontext()
-        with events, watched_step(self.clock):
-            models.loss_of(self.ddp, self.device).backward()
-        if optimize:
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-        return self.clock.read()
+    def _wrap(self, module: nn.Module, policy: _MixedPrecision) -> DistributedDataParallel:
+        return PythonRewrite(module, self.clock.watch).ddp
 
 
 VARIANTS = ("pytorch", "python", "ddp_mp")
 
 
 def measure(name: str, make: Callable[[], nn.Module], device: torch.device, rounds: int, report: Report) -> None:
-    variants = {how: Variant(how, make, device) for how in VARIANTS}
+    policy = _MixedPrecision(param_dtype=PARAM_DTYPE, reduce_dtype=REDUCE_DTYPE)
+
+    def variant(how: str) -> Variant:
+        kind = PythonVariant if how == "python" else Variant
+        return kind(how, make().to(device), lambda ddp: models.loss_of(ddp, device), policy)
+
+    variants = {how: variant(how) for how in VARIANTS}
     values = paired({how: v.step for how, v in variants.items()}, rounds)
     sample = make()
     count = len(list(sample.parameters()))
     for how in VARIANTS:
         kinds = values[how]
         spreads = {kind: Spread.of(kinds.get(kind, []), 1e-3) for kind in KINDS}
-        total = Spread.of((sum(parts) for parts in zip(*(kinds[k] for k in KINDS if k in kinds), strict=True)), 1e-3)
+        everything = Spread.of(total(kinds), 1e-3)
         report.add(
             model=name,
             parameters=count,
@@ -208,9 +118,9 @@ def measure(name: str, make: Callable[[], nn.Module], device: torch.device, roun
             variant=how,
             **{f"{kind} us": spread for kind, spread in spreads.items()},
             **{
-                "sum us": total,
+                "sum us": everything,
                 "root us/param": spreads["root"].scaled(1 / count),
-                "sum us/param": total.scaled(1 / count),
+                "sum us/param": everything.scaled(1 / count),
             },
         )
 

@@ -19,12 +19,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import ddp_mp
 from benchmarks import models
-from benchmarks.harness import Report, one_process_group, quiet, settings, silent_device_events
+from benchmarks.harness import Report, one_process_group, quiet, settings
+from ddp_mp.demo import silent_device_events
 
 VARIANTS = ("fp32", "bf16", "pytorch", "ddp_mp")
 PHASES = ("built", "forward", "backward", "optimizer", "peak")
@@ -49,7 +50,7 @@ def train(variant: str, name: str, real_size: bool, device_name: str, steps: int
     events = silent_device_events() if variant == "pytorch" else contextlib.nullcontext()
     with one_process_group(device), events:
         # One small round first: what libraries keep for themselves is not this variant's.
-        small = DDP(models.build("vit_base").to(device))
+        small = DistributedDataParallel(models.build("vit_base").to(device))
         models.loss_of(small, device).backward()
         del small
         start = read()
@@ -58,11 +59,11 @@ def train(variant: str, name: str, real_size: bool, device_name: str, steps: int
         if variant == "bf16":
             module = module.to(torch.bfloat16)
         if variant == "pytorch":
-            ddp = DDP(module, mixed_precision=policy)
+            ddp = DistributedDataParallel(module, mixed_precision=policy)
         elif variant == "ddp_mp":
-            ddp = ddp_mp.patch(DDP(module), mixed_precision=policy)
+            ddp = ddp_mp.patch(DistributedDataParallel(module), mixed_precision=policy)
         else:
-            ddp = DDP(module)
+            ddp = DistributedDataParallel(module)
         # No state of its own, so that what is seen is DDP's.
         optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3, foreach=False)
         seen: dict[str, int] = {"built": read() - start}

@@ -14,12 +14,13 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel
 
 import ddp_mp
 from benchmarks import models
-from benchmarks.harness import Report, Settings, Spread, collector_paused, now, one_process_group, settings
+from benchmarks.harness import Report, Settings, one_process_group, settings
 from ddp_mp import _C
+from ddp_mp.bench import Spread, collector_paused, now
 
 MIB, GIB = 2**20, 2**30
 
@@ -64,8 +65,8 @@ def models_of_many_parameters(s: Settings, rounds: int) -> Report:
         for parameters in (50, 200) if s.quick else (100, 300, 1000, 3000, 10000):
             patching, stepping, plain = [], [], []
             module = models.made_up(parameters, parameters * 64).to(s.device)
-            ddp = DDP(module)
-            reference = DDP(models.made_up(parameters, parameters * 64).to(s.device).to(torch.bfloat16))
+            ddp = DistributedDataParallel(module)
+            reference = DistributedDataParallel(models.made_up(parameters, parameters * 64).to(s.device).to(torch.bfloat16))
             for _ in range(max(2, rounds // 4)):
                 with collector_paused():  # its passes over everything else alive would be counted otherwise
                     begin = now()

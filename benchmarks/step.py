@@ -22,22 +22,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import ddp_mp
-from benchmarks.harness import (
-    Report,
-    Spread,
-    bars,
-    now,
-    one_process_group,
-    paired,
-    settings,
-    silent_device_events,
-    synchronize,
-)
-from ddp_mp.demo import GPT
+from benchmarks.harness import Report, bars, one_process_group, settings, synchronize
+from ddp_mp.bench import Spread, now, paired
+from ddp_mp.demo import GPT, silent_device_events
 
 LOW = torch.bfloat16
 SIZES = {
@@ -69,15 +60,15 @@ def variants(size: dict[str, int], device: torch.device) -> dict[str, tuple[Call
 
     def native() -> nn.Module:
         with silent_device_events():
-            return DDP(module(), mixed_precision=policy)
+            return DistributedDataParallel(module(), mixed_precision=policy)
 
     return {
-        "fp32": (lambda: DDP(module()), nothing),
-        "bf16": (lambda: DDP(module().to(LOW)), nothing),
-        "autocast": (lambda: DDP(module()), lambda: torch.autocast(device.type, LOW)),
+        "fp32": (lambda: DistributedDataParallel(module()), nothing),
+        "bf16": (lambda: DistributedDataParallel(module().to(LOW)), nothing),
+        "autocast": (lambda: DistributedDataParallel(module()), lambda: torch.autocast(device.type, LOW)),
         "pytorch": (native, silent_device_events),
         "replicate": (lambda: replicated(module(), device), nothing),
-        "ddp_mp": (lambda: ddp_mp.patch(DDP(module()), mixed_precision=policy), nothing),
+        "ddp_mp": (lambda: ddp_mp.patch(DistributedDataParallel(module()), mixed_precision=policy), nothing),
     }
 
 

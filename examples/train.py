@@ -6,7 +6,7 @@ torchrun --standalone --nproc-per-node=2 examples/train.py
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel
 
 import ddp_mp
 
@@ -18,7 +18,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 1)).to(device)
 
-    ddp = DDP(model)
+    ddp = DistributedDataParallel(model)
     ddp_mp.patch(ddp, mixed_precision=ddp_mp.MixedPrecision(torch.bfloat16, torch.float32))  # the line
 
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
