@@ -688,6 +688,27 @@ engine_traverse(PyObject *object, visitproc visit, void *arg)
     return stop ? stop : mp_attr_traverse(&self->data, visit, arg);
 }
 
+/* The last chance for parameters that are still low: nobody else has their masters.  What somebody else has switched
+ * since is left alone. */
+static void
+engine_finalize(PyObject *object)
+{
+    Engine *self = (Engine *)object;
+    if (self->low_count == 0) {
+        return;
+    }
+    PyObject *pending = PyErr_Occurred() ? mp_error_take() : NULL;
+    if (mp_engine_reclaim(self) < 0) {
+        PyErr_WriteUnraisable(object);
+    }
+    if (mp_engine_restore(self, -1) < 0) {
+        PyErr_WriteUnraisable(object);
+    }
+    if (pending != NULL) {
+        mp_error_give(pending);
+    }
+}
+
 /* Breaks cycles.  A hook may still hold the engine afterwards and find that there is nothing to wait for; row and site
  * counts of 0 make every other operation a no-op. */
 static int
@@ -725,6 +746,9 @@ engine_dealloc(PyObject *object)
 {
     Engine *self = (Engine *)object;
     PyTypeObject *type = Py_TYPE(object);
+    if (PyObject_CallFinalizerFromDealloc(object) < 0) {
+        return; /* somebody took a new reference meanwhile */
+    }
     PyObject_GC_UnTrack(object);
     if (self->weakrefs != NULL) {
         PyObject_ClearWeakRefs(object);
@@ -793,6 +817,7 @@ static PyMemberDef engine_members[] = {
 static PyType_Slot engine_slots[] = {
     {Py_tp_new, engine_new},
     {Py_tp_dealloc, engine_dealloc},
+    {Py_tp_finalize, engine_finalize},
     {Py_tp_traverse, engine_traverse},
     {Py_tp_clear, engine_clear},
     {Py_tp_methods, engine_methods},

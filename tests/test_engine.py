@@ -827,6 +827,43 @@ def test_engine_in_a_cycle_is_collected() -> None:
     assert watched() is None
 
 
+@pytest.mark.parametrize("cycle", [False, True], ids=["dropped", "collected"])
+def test_engine_gone_while_low_puts_masters_back(cycle: bool) -> None:
+    rig = Rig(small())
+    before, kept = rig.snapshot(), rig.params
+    rig.engine.begin()
+    if cycle:
+        rig.sites[0][0]["itself"] = rig  # type: ignore[assignment]
+        rig.module = rig  # type: ignore[assignment]
+    del rig
+    gc.collect()
+    assert all(torch.equal(p, b) and p.dtype == b.dtype for p, b in zip(kept, before, strict=True))
+
+
+def test_engine_gone_while_low_leaves_what_others_switched() -> None:
+    rig = Rig(small())
+    kept = rig.params
+    rig.engine.begin()
+    mine = kept[0].data = torch.zeros(17, 33)
+    del rig
+    gc.collect()
+    assert kept[0].data_ptr() == mine.data_ptr()
+    assert all(p.dtype == torch.float32 for p in kept)
+
+
+def test_engine_gone_while_low_says_what_it_could_not_do(stubborn: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: said.append(str(unraisable.exc_value)))
+    rig = Rig(stubborn.module)
+    rig.engine.begin()
+    Stubborn.refuse = "torch.float32"
+    del rig
+    gc.collect()
+    assert len(said) == 1
+    assert said[0].startswith("parameter '1.weight': putting its master back")
+    assert [p.dtype == BF16 for p in stubborn.params] == [False, False, True, False, False]
+
+
 def test_engine_dropped_with_casts_in_flight() -> None:
     for _ in range(20):
         inline = _C.host_set_inline_bytes(0)
