@@ -29,12 +29,8 @@ class Rig:
         self.ready: list[int] = []
         self.early = True
         self.on_first: Callable[[int], Any] = lambda row: self.g.begin(self.early, row)
-        self.g = _C.Gradients(
-            self.params, self.names, self.buckets, lambda r: self._first(r), lambda b: self.ready.append(b)
-        )
-        self.flats = [
-            torch.full((self.numel(b),), 77.0, dtype=self.params[r[0]].dtype) for b, r in enumerate(self.buckets)
-        ]
+        self.g = _C.Gradients(self.params, self.names, self.buckets, lambda r: self._first(r), lambda b: self.ready.append(b))
+        self.flats = [torch.full((self.numel(b),), 77.0, dtype=self.params[r[0]].dtype) for b, r in enumerate(self.buckets)]
         self.views = [self.split(b, flat) for b, flat in enumerate(self.flats)]
 
     def _first(self, row: int) -> None:
@@ -985,6 +981,20 @@ def test_gradients_release_what_they_owned() -> None:
     gc.collect()
     assert watched() is None
     assert sys.getrefcount(grad) == 2
+
+
+def test_gradients_gone_give_back_what_was_aside() -> None:
+    rig = Rig(params((3,), (4,), (5,)))
+    kept, grads = rig.params, [grad_of(p) for p in rig.params[:2]]
+    rig.params[0].grad, rig.params[1].grad = grads
+    rig.g.begin(True)
+    rig.g.end()
+    mine = rig.params[1].grad = grad_of(rig.params[1])
+    del rig
+    gc.collect()
+    assert kept[0].grad is grads[0]
+    assert kept[1].grad is mine
+    assert kept[2].grad is None
 
 
 def test_gradients_with_hooks_on_parameters_are_collected() -> None:
