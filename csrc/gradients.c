@@ -892,6 +892,28 @@ gradients_traverse(PyObject *object, visitproc visit, void *arg)
     return mp_attr_traverse(&self->grad, visit, arg);
 }
 
+/* Gives back what is still aside: nobody else has it.  A gradient that was set since then stays. */
+static void
+gradients_finalize(PyObject *object)
+{
+    Gradients *self = (Gradients *)object;
+    PyObject *pending = PyErr_Occurred() ? mp_error_take() : NULL;
+    for (size_t row = 0; row < self->row_count; row++) {
+        PyObject *now = NULL;
+        if (self->stash[row] == NULL) {
+            continue;
+        }
+        if (mp_gradients_get(self, row, &now) < 0 ||
+            ((now == NULL || self->active) && mp_gradients_set(self, row, self->stash[row]) < 0)) {
+            PyErr_WriteUnraisable(object);
+        }
+        Py_XDECREF(now);
+    }
+    if (pending != NULL) {
+        mp_error_give(pending);
+    }
+}
+
 /* Breaks cycles.  Counts of 0 make every operation that may still come a no-op or an IndexError. */
 static int
 gradients_clear(PyObject *object)
@@ -1002,6 +1024,7 @@ static PyMemberDef gradients_members[] = {
 static PyType_Slot gradients_slots[] = {
     {Py_tp_new, gradients_new},
     {Py_tp_dealloc, gradients_dealloc},
+    {Py_tp_finalize, gradients_finalize},
     {Py_tp_traverse, gradients_traverse},
     {Py_tp_clear, gradients_clear},
     {Py_tp_methods, gradients_methods},

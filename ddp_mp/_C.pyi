@@ -88,7 +88,8 @@ class Engine:
     def lower(self) -> None:
         """``param.data = low`` for every row.  On an error all rows are masters again."""
     def restore(self, bucket: int = -1) -> None:
-        """``param.data = master`` for the bucket's rows (-1: all).  Goes on past an error and raises the first at the end."""
+        """``param.data = master`` for the bucket's rows (-1: all).  Goes on past an error and raises the first at the end.
+        The caller's current stream waits for the casts first: who has the masters back may write them."""
     def remember(self) -> None:
         """Keeps the version counter of every parameter, for resume()."""
     def resume(self) -> int:
