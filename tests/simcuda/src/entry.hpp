@@ -26,14 +26,17 @@ void note_blocking();
 
 } // namespace sim
 
-// First line of a driver function.  The name is not expanded, so it has no version suffix.
-#define SIM_CALL(api, needs)                                                                                          \
-    sim::Call call(#api, needs);                                                                                      \
-    if (call.status != CUDA_SUCCESS)                                                                                  \
-    return call.status
+// First line of a driver function.  The name must be made text here and now: handed on, it would be expanded to the one
+// with a version suffix.
+#define SIM_CALL(api, needs) SIM_CALL_NAMED(#api, needs)
 
-// For functions that a capture forbids (see capture_forbids_unsafe_call).
+// The same for functions that a capture forbids (see capture_forbids_unsafe_call).
 #define SIM_UNSAFE_CALL(api, needs)                                                                                   \
-    SIM_CALL(api, needs);                                                                                             \
+    SIM_CALL_NAMED(#api, needs);                                                                                      \
     if (const CUresult refused = sim::capture_forbids_unsafe_call())                                                  \
     return refused
+
+#define SIM_CALL_NAMED(name, needs)                                                                                   \
+    sim::Call call(name, needs);                                                                                      \
+    if (call.status != CUDA_SUCCESS)                                                                                  \
+    return call.status
