@@ -31,19 +31,26 @@ nm --dynamic --undefined-only "$instrumented" | grep -q __asan_ || {
     exit 1
 }
 
-# nvcc does not survive a preloaded runtime: tests that compile kernels get a toolkit whose nvcc drops it.
+# Tests run compilers.  nvcc does not survive a preloaded runtime and the others are slow under it, so they are found
+# through scripts that drop it.
+tools=$build/tools
+rm -rf "$tools" && mkdir -p "$tools/bin"
+without_runtimes() {
+    printf '#!/bin/sh\nunset LD_PRELOAD\nexec "%s" "$@"\n' "$1" >"$tools/bin/${1##*/}"
+    chmod +x "$tools/bin/${1##*/}"
+}
+for name in cc gcc c++ g++; do
+    path=$(command -v "$name") && without_runtimes "$path"
+done
 for nvcc in "${CUDA_HOME:+$CUDA_HOME/bin/nvcc}" "$(command -v nvcc || true)" /usr/local/cuda/bin/nvcc; do
     toolkit=$(dirname "$(dirname "$(realpath "${nvcc:-/none}")")")
     [ -x "$nvcc" ] && [ -f "$toolkit/include/cuda.h" ] || continue
-    rm -rf "$build/cuda" && mkdir -p "$build/cuda/bin"
-    for entry in "$toolkit"/*; do
-        [ "${entry##*/}" = bin ] || ln -s "$entry" "$build/cuda/"
-    done
-    printf '#!/bin/sh\nunset LD_PRELOAD\nexec "%s" "$@"\n' "$toolkit/bin/nvcc" >"$build/cuda/bin/nvcc"
-    chmod +x "$build/cuda/bin/nvcc"
-    export CUDA_HOME=$build/cuda PATH=$build/cuda/bin:$PATH
+    without_runtimes "$toolkit/bin/nvcc"
+    ln -s "$toolkit/include" "$tools/include"
+    export CUDA_HOME=$tools
     break
 done
+export PATH=$tools/bin:$PATH
 
 export LD_PRELOAD="${runtimes[*]}"
 export ASAN_OPTIONS=detect_leaks=0:strict_string_checks=1:abort_on_error=1
@@ -54,6 +61,7 @@ loaded=$("$python" -c 'import ddp_mp._C as extension; print(extension.__file__)'
     echo "sanitize: Python imports $loaded instead of $instrumented" >&2
     exit 1
 }
-# The C programs build themselves, with their own sanitizers; the benchmarks measure nothing under one.
-exec "$python" -m pytest -p no:cacheprovider --timeout=1200 --ignore=tests/test_c_programs.py \
+# The C programs build themselves, with their own sanitizers; the simulator's own tests are about the simulator; the
+# benchmarks measure nothing here.
+exec "$python" -m pytest -p no:cacheprovider --timeout=1200 --ignore=tests/test_c_programs.py --ignore=tests/simcuda \
     --ignore=tests/test_benchmarks.py -m "not slow" "$@" tests
