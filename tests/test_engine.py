@@ -367,6 +367,50 @@ def test_cast_master_storage_moved_is_followed() -> None:
     del blocker
 
 
+# --- copies that outlive a pass ----------------------------------------------------------------------------------------
+
+
+def test_resume_lowers_without_a_cast() -> None:
+    rig = Rig(small())
+    before = rig.snapshot()
+    rig.engine.begin()
+    rig.engine.restore()
+    assert rig.engine.resume() == _C.WRITTEN, "nothing was remembered"
+    rig.engine.remember()
+    casts = rig.engine.counters()["casts"]
+    assert rig.engine.resume() == _C.UNCHANGED
+    rig.assert_low(before)
+    assert rig.engine.counters()["casts"] == casts
+    rig.engine.restore()
+    rig.assert_masters(before)
+
+
+def test_resume_after_a_write_says_so() -> None:
+    rig = Rig(small())
+    rig.engine.begin()
+    rig.engine.restore()
+    rig.engine.remember()
+    with torch.no_grad():
+        rig.params[3].add_(1)
+    assert rig.engine.resume() == _C.WRITTEN
+    assert not rig.engine.is_low
+    rig.params[2].data = rig.params[2].data.clone()
+    assert rig.engine.resume() == _C.MOVED
+    rig.module[0].bias = nn.Parameter(torch.zeros(17))
+    assert rig.engine.resume() == _C.REPLACED
+
+
+def test_reclaim_takes_what_others_switched_for_masters() -> None:
+    rig = Rig(small(), arenas=False)
+    rig.engine.begin()
+    rig.params[0].data = rig.masters[0]
+    rig.params[1].data = rig.masters[1]
+    rig.lows[4].untyped_storage().resize_(0)
+    rig.engine.reclaim()
+    assert not rig.engine.is_low
+    assert all(p.data_ptr() == m.data_ptr() for p, m in zip(rig.params, rig.masters, strict=True))
+
+
 # --- binding ---------------------------------------------------------------------------------------------------------
 
 

@@ -314,6 +314,28 @@ def test_pack_missing_gradients_are_zeros(rig: Rig) -> None:
     assert torch.equal(rig.pack(1), torch.zeros(8))
 
 
+def test_pack_tells_gradients_that_are_undefined(rig: Rig) -> None:
+    """Autograd runs the hook of a parameter that a loss does not need, and leaves it without a gradient."""
+    rig.hooks()
+
+    class Undefined(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, used: torch.Tensor, unused: torch.Tensor) -> torch.Tensor:
+            return used.sum()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            return grad.expand(3, 5).clone(), None
+
+    Undefined.apply(rig.params[0], rig.params[1]).backward()
+    assert rig.g.contributes() == b"\1\1\0"
+    rig.pack(0)
+    assert rig.g.contributes() == b"\1\2\0"
+    assert rig.g.fired(1) is True
+    rig.g.reset()
+    assert rig.g.contributes() == b"\0\0\0"
+
+
 def test_pack_memory_order_is_the_parameters() -> None:
     shapes = [torch.randn(4, 3, 2, 5).to(memory_format=torch.channels_last), torch.randn(6, 4).t(), torch.randn(1, 5)]
     rig = Rig([nn.Parameter(t) for t in shapes])
