@@ -6,8 +6,7 @@ when memory is allocated, reused, released or left to a graph that still needs i
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -202,8 +201,10 @@ class LowPrecision:
     @property
     def is_low(self) -> bool:
         """Whether any parameter is its low-precision copy now."""
-        fallback = self.fallback is not None and self.fallback.masters is not None
-        return fallback or any(group.engine.is_low for group in self.groups)
+        for group in self.groups:  # no generator: this runs in every forward
+            if group.engine.is_low:
+                return True
+        return self.fallback is not None and self.fallback.masters is not None
 
     @property
     def nbytes(self) -> int:
@@ -223,11 +224,14 @@ class LowPrecision:
             self.switch_back()
         if self.fallback is not None:
             self.fallback.check()
-        with self._masters_on_error():
+        try:
             if self._current and not self.stale and self._resume():
                 self.reused += 1
             else:
                 self._begin(None if live else self.copies)
+        except BaseException:
+            self.switch_back()
+            raise
         self._current = self._keep
         self.stale = False
 
@@ -236,14 +240,16 @@ class LowPrecision:
         if self.is_low and self.copies is copies:
             return
         self.switch_back()
-        with self._masters_on_error():
-            if copies is self.copies and copies.allocated:
-                self._lower()
-            elif copies.allocated:
-                self._bind(copies)
-                self._lower()
-            else:
+        try:
+            if not copies.allocated:
                 self._begin(copies)
+            else:
+                if copies is not self.copies:
+                    self._bind(copies)
+                self._lower()
+        except BaseException:
+            self.switch_back()
+            raise
 
     def prefetch(self, live: bool) -> None:
         """After an optimizer step, with masters in place: casts for the next forward.  Never an error of its own."""
@@ -341,14 +347,6 @@ class LowPrecision:
         if self.fallback is not None:
             self.fallback.lower()
         self.epoch += 1
-
-    @contextlib.contextmanager
-    def _masters_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.switch_back()
-            raise
 
     def counters(self) -> dict[str, int]:
         """Sums of the engines' counters."""

@@ -156,7 +156,7 @@ class PatchedModel:
 
         Returns whether the parameters are to be cast: not while plain tensors stand in for them (``functional_call``).
         """
-        thawed = any(param.requires_grad for param in self._frozen)
+        thawed = bool(self._frozen) and any(param.requires_grad for param in self._frozen)
         if not (replaced or self.dirty or thawed):
             return True
         ddp = self._ddp()
