@@ -179,8 +179,8 @@ resolve_stream(event_object *self, PyObject *stream, void **out)
     return *out == NULL && PyErr_Occurred() ? -1 : 0;
 }
 
-/* Waits.  On the host this blocks unless the work is complete, which is asked first: giving up the GIL for nothing would
- * let another thread have it for a while.  A device is only told; and may not be asked while a graph is captured. */
+/* Waits.  On the host this blocks unless the work is complete, which is asked first: with another thread waiting for the
+ * GIL, giving it up wakes that thread.  A device is only told; and may not be asked while a graph is captured. */
 static mp_status
 wait_on(event_object *self, void *stream, mp_error *err)
 {

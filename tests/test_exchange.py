@@ -708,3 +708,21 @@ def test_describe_refused_keeps_no_reference(way: Way, kind: str) -> None:
         with pytest.raises(BufferError):
             _C.describe(seen)
     assert sys.getrefcount(seen) == before
+
+
+def test_protocol_keeps_no_reference_to_what_it_is_given(memory: Any) -> None:
+    class Plain:
+        def __dlpack__(self) -> Any:
+            return capsules[-1].capsule
+
+    class Tensor:
+        def detach(self) -> Plain:
+            return plain
+
+    plain, capsules = Plain(), [Exporter(aligned(memory), (3,)) for _ in range(50)]
+    before = sys.getrefcount(plain), sys.getrefcount(capsules[0].capsule)
+    gone = [capsules[0]]
+    while capsules:
+        _C.describe(Tensor())  # type: ignore[arg-type]
+        gone[0] = capsules.pop()
+    assert (sys.getrefcount(plain), sys.getrefcount(gone[0].capsule)) == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -165,6 +166,35 @@ def test_fuse_failure_is_a_device_error_and_the_next_call_works() -> None:
         _C.fuse([one], [None], [out], 1.0, private=True)
         assert torch.equal(out, one)
     assert 4 <= failures < 19
+
+
+def test_fuse_gives_its_event_back() -> None:
+    """Else every call would take another one from the pool."""
+    module = torch.nn.Linear(1, 1, bias=False)
+    sites = [(module._parameters, "weight", 0)]
+    engine = _C.Engine([module.weight], ["weight"], sites, "bfloat16", 1024, 1024)
+    one, out, handles = torch.ones(4), torch.zeros(4), set()
+    for _ in range(300):
+        _C.fuse([one], [None], [out], 1.0, private=True)
+        handles.add(engine.event(0).native_handle)
+    assert len(handles) < 30
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.skipif("DDP_MP_UNDER_SANITIZER" in os.environ, reason="a sanitizer keeps freed memory")
+def test_fuse_frees_its_table() -> None:
+    def resident() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    rows = 4000
+    src, dst = list(torch.ones(rows, 1)), list(torch.zeros(rows, 1))
+    for _ in range(5):
+        _C.fuse(src, [None] * rows, dst, 1.0)
+    before = resident()
+    for _ in range(100):  # 25 MB of rows
+        _C.fuse(src, [None] * rows, dst, 1.0)
+    assert resident() - before < 10e6
 
 
 # --- unshared ------------------------------------------------------------------------------------------------------
