@@ -78,6 +78,26 @@ mp_cuda_leave(mp_device *device, mp_status status, mp_error *err)
 }
 
 mp_status
+mp_cuda_relax(mp_device *device, int *mode, mp_error *err)
+{
+    *mode = CU_CAPTURE_RELAXED;
+    return device->api->cuThreadExchangeStreamCaptureMode == NULL
+               ? MP_OK
+               : MP_CUDA(device, err, cuThreadExchangeStreamCaptureMode, mode);
+}
+
+mp_status
+mp_cuda_restore(mp_device *device, int mode, mp_status status, mp_error *err)
+{
+    if (device->api->cuThreadExchangeStreamCaptureMode == NULL) {
+        return status;
+    }
+    const cu_result code = device->api->cuThreadExchangeStreamCaptureMode(&mode);
+    const char *call = "cuThreadExchangeStreamCaptureMode";
+    return status != MP_OK ? status : mp_cuda_check(device->api, call, code, device->index, err);
+}
+
+mp_status
 mp_cuda_capturing(mp_device *device, cu_stream stream, int *capturing, mp_error *err)
 {
     int state = CU_CAPTURE_NONE;
@@ -165,30 +185,33 @@ create_stream(mp_device *device, mp_error *err)
     return MP_CUDA(device, err, cuStreamCreateWithPriority, &device->stream, CU_STREAM_IS_NON_BLOCKING, greatest);
 }
 
-/* With the context current.  Undoes everything when it fails. */
+/* With the context current.  What it made is undone by tear_down. */
 static mp_status
 set_up_lock_held(mp_device *device, cu_device handle, int capability, mp_error *err)
 {
-    cu_module module;
     mp_status status = create_stream(device, err);
-    if (status != MP_OK) {
-        return status;
+    if (status == MP_OK) {
+        status = mp_cuda_module_load(device->api, device->index, capability, &device->module, &device->kernel,
+                                     device->note, sizeof device->note, err);
     }
-    status = mp_cuda_module_load(device->api, device->index, capability, &module, &device->kernel, device->note,
-                                 sizeof device->note, err);
     if (status == MP_OK) {
         status = choose_grid(device, handle, capability, err);
-        if (status == MP_OK) {
-            status = mp_slot_reserve(device, err);
-        }
-        if (status != MP_OK) {
-            (void)device->api->cuModuleUnload(module); /* the failure to tell is the first one */
-        }
     }
-    if (status != MP_OK) {
+    /* Last: it cannot be undone while the device may be in use. */
+    return status != MP_OK ? status : mp_slot_reserve(device, err);
+}
+
+/* After a failure, which is the one to tell. */
+static void
+tear_down(mp_device *device, cu_device handle)
+{
+    if (device->module != NULL) {
+        (void)device->api->cuModuleUnload(device->module);
+    }
+    if (device->stream != NULL) {
         (void)device->api->cuStreamDestroy(device->stream);
     }
-    return status;
+    (void)device->api->cuDevicePrimaryCtxRelease(handle);
 }
 
 static mp_status
@@ -234,11 +257,10 @@ open_device_lock_held(mp_device *device, mp_error *err)
     }
     status = mp_cuda_enter(device, err);
     if (status == MP_OK) {
-        status = set_up_lock_held(device, handle, capability, err);
-        status = mp_cuda_leave(device, status, err);
+        status = mp_cuda_leave(device, set_up_lock_held(device, handle, capability, err), err);
     }
     if (status != MP_OK) {
-        (void)device->api->cuDevicePrimaryCtxRelease(handle); /* the failure to tell is the first one */
+        tear_down(device, handle);
     }
     return status;
 }

@@ -31,6 +31,7 @@ struct mp_device {
     const mp_cuda_api *api;
     cu_context context; /* the primary one, which PyTorch uses too; retained for the life of the process */
     cu_stream stream;   /* private; never destroyed, since PyTorch's allocator may name it to the end */
+    cu_module module;
     cu_function kernel;
     unsigned grid; /* blocks of a persistent launch */
     char note[96]; /* which image the kernel is from */
@@ -70,6 +71,11 @@ mp_cuda_check(const mp_cuda_api *api, const char *call, cu_result code, int inde
 /* MP_CUDA(device, err, cuEventRecord, event, stream): calls, checks, and is an mp_status. */
 #define MP_CUDA(device, err, call, ...)                                                                               \
     mp_cuda_check((device)->api, #call, (device)->api->call(__VA_ARGS__), (device)->index, err)
+
+/* Lets this thread allocate and ask for events although some other stream is being captured; *mode is what to restore.
+ * What is done meanwhile has nothing to do with that capture, which the driver cannot know. */
+mp_status mp_cuda_relax(mp_device *device, int *mode, mp_error *err);
+mp_status mp_cuda_restore(mp_device *device, int mode, mp_status status, mp_error *err);
 
 /* Whether the stream is being captured into a graph; 0 where the driver cannot say. */
 mp_status mp_cuda_capturing(mp_device *device, cu_stream stream, int *capturing, mp_error *err);

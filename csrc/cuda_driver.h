@@ -30,6 +30,7 @@ enum {
     CU_EVENT_NO_TIMING = 2,
     CU_STREAM_IS_NON_BLOCKING = 1,
     CU_CAPTURE_NONE = 0,
+    CU_CAPTURE_RELAXED = 2,
 
     CU_ATTRIBUTE_SM_COUNT = 16,
     CU_ATTRIBUTE_CC_MAJOR = 75,
@@ -57,6 +58,7 @@ enum {
     X(REQUIRED, cuStreamSynchronize, 2000, "cuStreamSynchronize", (cu_stream stream))                                 \
     X(REQUIRED, cuStreamWaitEvent, 3020, "cuStreamWaitEvent", (cu_stream stream, cu_event event, unsigned flags))     \
     X(OPTIONAL, cuStreamIsCapturing, 10000, "cuStreamIsCapturing", (cu_stream stream, int *status))                   \
+    X(OPTIONAL, cuThreadExchangeStreamCaptureMode, 10010, "cuThreadExchangeStreamCaptureMode", (int *mode))           \
     X(REQUIRED, cuEventCreate, 2000, "cuEventCreate", (cu_event *event, unsigned flags))                              \
     X(REQUIRED, cuEventDestroy, 4000, "cuEventDestroy_v2", (cu_event event))                                          \
     X(REQUIRED, cuEventRecord, 2000, "cuEventRecord", (cu_event event, cu_stream stream))                             \

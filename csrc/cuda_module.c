@@ -91,6 +91,7 @@ load_image(const mp_cuda_api *api, int index, const image *from, cu_module *modu
 {
     *code = api->cuModuleLoadData(module, from->data);
     if (*code != CU_OK) {
+        *module = NULL;
         return mp_cuda_fail(api, "cuModuleLoadData", *code, index, err);
     }
     const cu_result found = api->cuModuleGetFunction(kernel, *module, "mp_cast");
@@ -98,6 +99,7 @@ load_image(const mp_cuda_api *api, int index, const image *from, cu_module *modu
         return MP_OK;
     }
     (void)api->cuModuleUnload(*module); /* the failure to tell is the first one */
+    *module = NULL;
     return mp_cuda_fail(api, "cuModuleGetFunction", found, index, err);
 }
 

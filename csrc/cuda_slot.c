@@ -33,6 +33,15 @@ reserve_lock_held(mp_device *device, mp_error *err)
     return device->reserve.left > 0 ? MP_OK : allocate(device, SLAB_BYTES, &device->reserve, err);
 }
 
+int
+mp_slot_reserved(mp_device *device)
+{
+    pthread_mutex_lock(&device->lock);
+    const int reserved = device->reserve.left > 0;
+    pthread_mutex_unlock(&device->lock);
+    return reserved;
+}
+
 mp_status
 mp_slot_reserve(mp_device *device, mp_error *err)
 {

@@ -21,20 +21,24 @@ typedef struct mp_slot {
 
     /* Each event is meaningful while its flag is set: recorded and not known to be complete. */
     cu_event uploaded; /* after the copy */
-    cu_event used;     /* after the last launch on a caller's stream, which was ordered after those before it */
+    cu_event used;     /* after the last launch on a caller's stream; stands for those before it too */
     cu_event fence;    /* on the private stream, after the last launch there */
     int uploading;
     int in_use;
     int fenced;
 
-    int private_reads;   /* launched on the private stream, and no fence recorded since */
-    int caller_upload;   /* the copy was made on a caller's stream */
-    int captured;        /* a graph reads it, or nobody can tell whether it is read: never written again */
-    int captured_upload; /* the copy too is part of a graph: outside that, the memory holds nothing */
-    cu_stream captured_stream; /* where that copy was captured */
+    int private_reads;    /* launched on the private stream, and no fence recorded since */
+    int caller_upload;    /* the copy was made on a caller's stream */
+    int captured;         /* a graph reads it, or nobody can tell whether it is read: never written again */
+    int captured_upload;  /* the copy too is part of a graph: outside that, the memory holds nothing */
+    cu_stream last_stream; /* of the launch that `used` was recorded after; under capture, of the copy */
 } mp_slot;
 
-/* Allocates the reserve if there is none.  The context is current, and nothing is captured. */
+/* Whether there is a reserve.  A capture may have used it up. */
+int mp_slot_reserved(mp_device *device);
+
+/* Allocates the reserve if there is none.  The context is current, and the thread may allocate and ask (see
+ * mp_cuda_relax). */
 mp_status mp_slot_reserve(mp_device *device, mp_error *err);
 
 /* A slot of at least this size that nothing uses any more, contents undefined.  The same conditions. */

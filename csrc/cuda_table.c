@@ -333,7 +333,7 @@ static mp_status
 send_captured(mp_table *table, cu_stream stream, mp_error *err)
 {
     mp_slot *slot = table->slot;
-    if (!table->changed && slot != NULL && slot->captured_stream == stream) {
+    if (!table->changed && slot != NULL && slot->last_stream == stream) {
         return copy(table, slot, stream, err); /* the same bytes once more, in order on the same stream */
     }
     mp_status status = mp_slot_take_captured(table->device, image_bytes(table), &slot, err);
@@ -342,7 +342,7 @@ send_captured(mp_table *table, cu_stream stream, mp_error *err)
     }
     memcpy(slot->staging, table->image, image_bytes(table));
     slot->captured_upload = 1;
-    slot->captured_stream = stream;
+    slot->last_stream = stream;
     status = copy(table, slot, stream, err);
     if (status != MP_OK) {
         mp_slot_give(table->device, slot); /* which keeps it: a node may exist */
@@ -354,45 +354,71 @@ send_captured(mp_table *table, cu_stream stream, mp_error *err)
     return MP_OK;
 }
 
-/* Makes sure that the device has the rows when the stream gets there. */
-static mp_status
-place(mp_table *table, cu_stream stream, int caller, int capturing, mp_error *err)
+/* The slot does not hold the rows, or only while a graph runs. */
+static int
+is_stale(const mp_table *table)
 {
-    const int stale = table->changed || table->slot == NULL || table->slot->captured_upload;
-    if (!capturing) {
-        const mp_status status = mp_slot_reserve(table->device, err); /* a capture may have used it up */
-        if (status != MP_OK) {
-            return status;
-        }
+    return table->changed || table->slot == NULL || table->slot->captured_upload;
+}
+
+static mp_status
+place_captured(mp_table *table, cu_stream stream, mp_error *err)
+{
+    if (is_stale(table)) {
+        return send_captured(table, stream, err);
     }
-    if (!stale) {
-        table->slot->captured |= capturing;
+    table->slot->captured = 1;
+    return MP_OK;
+}
+
+/* Orders the stream after the copy, if that was made on another one.  Launches of one table write the same memory, so
+ * callers have ordered them already, and the copy with them.  But where a caller forgot, wrong values are to be the
+ * worst of it, never a table of wild pointers. */
+static mp_status
+order_after_copy(mp_table *table, cu_stream stream, int caller, mp_error *err)
+{
+    mp_device *device = table->device;
+    mp_slot *slot = table->slot;
+    mp_status status = mp_slot_poll(device, slot->uploaded, &slot->uploading, err);
+    if (status == MP_OK && slot->uploading && (caller || slot->caller_upload)) {
+        status = MP_CUDA(device, err, cuStreamWaitEvent, stream, slot->uploaded, 0);
+    }
+    return status;
+}
+
+/* Makes sure that the device has the rows when the stream gets there.  In a steady step this does nothing. */
+static mp_status
+place(mp_table *table, cu_stream stream, int caller, mp_error *err)
+{
+    mp_device *device = table->device;
+    const int stale = is_stale(table);
+    if (!stale && !table->slot->uploading && mp_slot_reserved(device)) {
         return MP_OK;
     }
-    return capturing ? send_captured(table, stream, err) : send(table, stream, caller, err);
+    int mode;
+    mp_status status = mp_cuda_relax(device, &mode, err);
+    if (status != MP_OK) {
+        return status;
+    }
+    status = mp_slot_reserve(device, err);
+    if (status == MP_OK) {
+        status = stale ? send(table, stream, caller, err) : order_after_copy(table, stream, caller, err);
+    }
+    return mp_cuda_restore(device, mode, status, err);
 }
 
 /* ---- Launching ---- */
 
-/* Orders the stream after the copy, if that was made on another one, and after readers that `used` stands for. */
+/* `used` is recorded again after this launch and must stand for those before it too.  Callers have ordered these, as
+ * above. */
 static mp_status
-order(mp_table *table, cu_stream stream, int caller, mp_error *err)
+order_after_launches(mp_table *table, cu_stream stream, int caller, mp_error *err)
 {
-    mp_device *device = table->device;
     mp_slot *slot = table->slot;
-    mp_status status = MP_OK;
-    if (slot->uploading && (caller || slot->caller_upload)) {
-        /* Also when the handle is that of the stream which made the copy: a handle may be a new stream's. */
-        status = mp_slot_poll(device, slot->uploaded, &slot->uploading, err);
-        if (status == MP_OK && slot->uploading) {
-            status = MP_CUDA(device, err, cuStreamWaitEvent, stream, slot->uploaded, 0);
-        }
+    if (!caller || !slot->in_use || slot->last_stream == stream) {
+        return MP_OK;
     }
-    if (status == MP_OK && caller && slot->in_use) {
-        /* `used` is recorded again after this launch and must stand for the earlier ones too. */
-        status = MP_CUDA(device, err, cuStreamWaitEvent, stream, slot->used, 0);
-    }
-    return status;
+    return MP_CUDA(table->device, err, cuStreamWaitEvent, stream, slot->used, 0);
 }
 
 /* Notes that the slot is read by what was just launched. */
@@ -407,6 +433,7 @@ track(mp_table *table, cu_stream stream, int caller, mp_error *err)
     const mp_status status = MP_CUDA(table->device, err, cuEventRecord, slot->used, stream);
     if (status == MP_OK) {
         slot->in_use = 1;
+        slot->last_stream = stream;
     }
     else {
         slot->captured = 1; /* nothing can tell when it is read: never written again */
@@ -459,19 +486,19 @@ run_lock_held(mp_table *table, double divisor, cu_stream stream, int caller, mp_
 {
     int capturing;
     mp_status status = mp_cuda_capturing(table->device, stream, &capturing, err);
-    if (status == MP_OK) {
-        status = place(table, stream, caller, capturing, err);
+    if (status != MP_OK) {
+        return status;
     }
-    if (status == MP_OK && !capturing) {
-        status = order(table, stream, caller, err);
+    if (capturing) {
+        status = place_captured(table, stream, err);
+        return status != MP_OK ? status : launch(table, divisor, stream, err);
     }
-    if (status == MP_OK) {
-        status = launch(table, divisor, stream, err);
+    if ((status = place(table, stream, caller, err)) != MP_OK ||
+        (status = order_after_launches(table, stream, caller, err)) != MP_OK ||
+        (status = launch(table, divisor, stream, err)) != MP_OK) {
+        return status;
     }
-    if (status == MP_OK && !capturing) {
-        status = track(table, stream, caller, err);
-    }
-    return status;
+    return track(table, stream, caller, err);
 }
 
 static mp_status

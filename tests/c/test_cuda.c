@@ -5,6 +5,11 @@
  *
  * DDP_MP_SIMCUDA names the simulated libcuda.so.1 and DDP_MP_IMAGE the file that kernels/build_image.py makes.  Without
  * them, all that is tested is that a machine without a driver is told so.
+ *
+ * test_cuda               everything
+ * test_cuda convert NOTE  conversion alone, on the driver and device that the environment gives the simulator; the
+ *                         image in use is NOTE
+ * test_cuda refuse TEXT   opening fails and the error contains TEXT
  */
 #include <dlfcn.h>
 #include <math.h>
@@ -43,6 +48,7 @@ typedef struct driver {
     int (*cuStreamCreate)(void **stream, unsigned flags);
     int (*cuStreamBeginCapture)(void *stream, int mode);
     int (*cuStreamEndCapture)(void *stream, void **graph);
+    int (*cuThreadExchangeStreamCaptureMode)(int *mode);
     int (*cuCtxGetCurrent)(void **context);
     int (*cuCtxPushCurrent)(void *context);
     int (*cuDevicePrimaryCtxRetain)(void **context, int device);
@@ -52,6 +58,7 @@ typedef struct driver {
     void (*begin)(int schedule, uint64_t seed);
     const char *(*report)(void);
     int (*report_count)(const char *kind);
+    int (*live)(const char *kind);
     uint64_t (*calls)(const char *api);
     uint64_t (*blocking)(void);
     void (*fault)(const char *api, uint64_t nth, int code, uint64_t times);
@@ -105,6 +112,7 @@ load_simulator(const char *path)
     resolve(library, &sim.cuStreamCreate, "cuStreamCreate");
     resolve(library, &sim.cuStreamBeginCapture, "cuStreamBeginCapture_v2");
     resolve(library, &sim.cuStreamEndCapture, "cuStreamEndCapture");
+    resolve(library, &sim.cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode");
     resolve(library, &sim.cuCtxGetCurrent, "cuCtxGetCurrent");
     resolve(library, &sim.cuCtxPushCurrent, "cuCtxPushCurrent_v2");
     resolve(library, &sim.cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain");
@@ -114,6 +122,7 @@ load_simulator(const char *path)
     resolve(library, &sim.begin, "sim_begin");
     resolve(library, &sim.report, "sim_report");
     resolve(library, &sim.report_count, "sim_report_count");
+    resolve(library, &sim.live, "sim_live");
     resolve(library, &sim.calls, "sim_calls");
     resolve(library, &sim.blocking, "sim_blocking_calls");
     resolve(library, &sim.fault, "sim_fault");
@@ -198,6 +207,35 @@ fixture_fini(fixture *f)
     release(f->low);
 }
 
+/* Tables that hold every slot given back so far, so that a test sees its own being used again. */
+#define HELD 250
+typedef struct holder {
+    fixture one;
+    mp_table *tables[HELD];
+} holder;
+
+static void
+hold_slots(holder *h)
+{
+    fixture_init(&h->one);
+    for (int i = 0; i < HELD; i++) {
+        h->one.row.numel = 1;
+        OK(backend->table_new(device, &h->tables[i], &error));
+        OK(backend->table_set(h->tables[i], &h->one.row, 1, &error));
+        OK(backend->launch(h->tables[i], 1.0, &error));
+        OK(backend->synchronize(device, &error));
+    }
+}
+
+static void
+release_slots(holder *h)
+{
+    for (int i = 0; i < HELD; i++) {
+        backend->table_free(h->tables[i]);
+    }
+    fixture_fini(&h->one);
+}
+
 /* Queues `value` for every master on the stream, as an optimizer would write it. */
 static void
 write_masters(const fixture *f, void *stream, float value)
@@ -247,6 +285,16 @@ test_open_without_driver_says_so(void)
     CHECK_EQ(mp_cuda_is_simulated(), 0);
 }
 
+static void
+test_open_without_image_says_so(void)
+{
+    const size_t size = image_size;
+    image_size = 0;
+    CHECK_EQ(backend->open(0, &device, &error), MP_ERR_UNAVAILABLE);
+    CHECK(strncmp(error.text, "no kernel for device 0 (sm_90): no image in this test; ", 55) == 0);
+    image_size = size;
+}
+
 /* Every call that opening makes fails once: the error names it, nothing is kept, the next open may succeed. */
 static void
 test_open_survives_every_fault(void)
@@ -265,6 +313,9 @@ test_open_survives_every_fault(void)
         CHECK_EQ(status, MP_ERR_DEVICE);
         CHECK(strncmp(error.text, "cu", 2) == 0 && strstr(error.text, "(999)") != NULL);
         CHECK(device == NULL);
+        CHECK_EQ(sim.live("contexts"), 0);
+        CHECK_EQ(sim.live("streams"), 0);
+        CHECK_EQ(sim.live("modules"), 0);
         if (nth > 200) {
             CHECK(nth <= 200);
             break;
@@ -391,7 +442,7 @@ trial_check(trial *t, double divisor)
 static void
 test_launch_converts_as_the_host(mp_device *on, int rounds)
 {
-    static const double divisors[] = {1, 1, 2, 3, 1024, 0.5, -4, 7, 0.1, 1e30, 8};
+    static const double divisors[] = {1, 1, 2, 3, 1024, 0.5, -4, 7, 0.1, 1e30, 8, 0x1p130, 0x1p-140};
     mp_table *table;
     OK(backend->table_new(on, &table, &error));
     for (int round = 0; round < rounds; round++) {
@@ -399,7 +450,7 @@ test_launch_converts_as_the_host(mp_device *on, int rounds)
         trial trials[12];
         mp_row rows[12];
         const size_t count = 1 + next() % 12;
-        const double divisor = divisors[next() % 11];
+        const double divisor = divisors[next() % 13];
         for (size_t i = 0; i < count; i++) {
             trial_init(&trials[i]);
             sim.disown(trials[i].src), sim.own(trials[i].src, trials[i].room, "src", -1);
@@ -568,6 +619,75 @@ test_table_sent_on_one_stream_is_ready_on_others(void)
     }
 }
 
+/* No race over the memory of tables: what the test itself leaves unordered is about its own memory. */
+static void
+expect_tables_ordered(void)
+{
+    CHECK(strstr(sim.report(), " memory #") == NULL);
+    CHECK_EQ(sim.report_count("*"), sim.report_count("RACE"));
+}
+
+/* Callers that forget to order launches of one table get a race over its rows' memory, and none over the table's. */
+static void
+test_table_is_ordered_where_callers_forget(void)
+{
+    void *const streams[] = {new_stream(), new_stream(), new_stream()};
+    for (int seed = 0; seed < 24; seed++) {
+        fixture f;
+        sim.begin(schedules[seed % 4], (uint64_t)seed);
+        fixture_init(&f);
+        for (int step = 0; step < 6; step++) {
+            f.row.numel = 8 + step / 3;
+            OK(backend->table_set(f.table, &f.row, 1, &error));
+            OK(backend->launch_on(f.table, 1.0, streams[(seed + step) % 3], &error));
+            OK(backend->launch_on(f.table, 1.0, streams[step % 3], &error));
+            OK(backend->launch(f.table, 1.0, &error));
+        }
+        for (int i = 0; i < 3; i++) {
+            CHECK_EQ(sim.cuStreamSynchronize(streams[i]), 0);
+        }
+        OK(backend->synchronize(device, &error));
+        expect_tables_ordered();
+        fixture_fini(&f);
+    }
+}
+
+/* Slots that go from a table used on one stream to a table used on another. */
+static void
+test_slots_change_streams(void)
+{
+    void *const streams[] = {new_stream(), new_stream()};
+    holder h;
+    sim.begin(SIM_EAGER, 1);
+    hold_slots(&h);
+    for (int seed = 0; seed < 24; seed++) {
+        fixture f[3];
+        sim.begin(schedules[seed % 4], (uint64_t)seed);
+        for (int i = 0; i < 3; i++) {
+            fixture_init(&f[i]);
+        }
+        for (int step = 0; step < 12; step++) {
+            fixture *g = &f[(step + seed) % 3];
+            g->row.numel = 8 + step;
+            OK(backend->table_set(g->table, &g->row, 1, &error));
+            if (g == &f[2]) {
+                OK(backend->launch(g->table, 1.0, &error));
+            }
+            else {
+                OK(backend->launch_on(g->table, 1.0, streams[g == &f[1]], &error));
+            }
+        }
+        CHECK_EQ(sim.cuStreamSynchronize(streams[0]), 0);
+        CHECK_EQ(sim.cuStreamSynchronize(streams[1]), 0);
+        OK(backend->synchronize(device, &error));
+        expect_clean();
+        for (int i = 0; i < 3; i++) {
+            fixture_fini(&f[i]);
+        }
+    }
+    release_slots(&h);
+}
+
 /* ---- Order ---- */
 
 static void
@@ -629,7 +749,7 @@ test_missing_order_is_reported(void)
 }
 
 static void
-test_context_of_the_caller_is_restored(void)
+test_context_and_mode_of_the_caller_are_restored(void)
 {
     fixture f;
     void *before, *after;
@@ -643,6 +763,9 @@ test_context_of_the_caller_is_restored(void)
     CHECK_EQ(backend->order_after(device, NULL, &error), MP_ERR_DEVICE);
     CHECK_EQ(sim.cuCtxGetCurrent(&after), 0);
     CHECK(before == after);
+    int mode = 0;
+    CHECK_EQ(sim.cuThreadExchangeStreamCaptureMode(&mode), 0);
+    CHECK_EQ(mode, 0);
     fixture_fini(&f);
 }
 
@@ -700,15 +823,41 @@ capture_step(fixture *f, void *stream, void **graph)
     CHECK_EQ(sim.cuStreamEndCapture(stream, graph), 0);
 }
 
+/* Steps whose rows change, so that slots are used again and again. */
+static void
+changing_steps(fixture *f, void *stream, int count)
+{
+    for (int step = 0; step < count; step++) {
+        f->row.numel = COUNT - 1 - step % 50;
+        OK(backend->table_set(f->table, &f->row, 1, &error));
+        OK(backend->order_after(device, stream, &error));
+        OK(backend->launch_on(f->table, 1.0, stream, &error));
+        OK(backend->order_after(device, stream, &error));
+        OK(backend->launch(f->table, 1.0, &error));
+        OK(backend->synchronize(device, &error));
+    }
+}
+
+static void
+replay(const fixture *f, void *exec, void *stream, float value)
+{
+    write_masters(f, stream, value);
+    CHECK_EQ(sim.cuGraphLaunch(exec, stream), 0);
+    CHECK_EQ(read_low(f, stream), value);
+}
+
 /* `moved`: the rows change under capture, as those of tensors that a graph allocates do. */
 static void
 capture_and_replay(int schedule, int moved)
 {
     fixture f;
+    holder h;
     void *stream = new_stream(), *graph = NULL, *exec = NULL;
     uint64_t before[sizeof forbidden / sizeof *forbidden];
     sim.begin(schedule, 7);
+    hold_slots(&h);
     fixture_init(&f);
+    fixture g = f; /* as the graph sees it */
     one_step(&f, stream, 1.0f);
     uint16_t *elsewhere = device_memory(COUNT * sizeof *elsewhere, "graph memory");
     OK(backend->synchronize(device, &error));
@@ -717,32 +866,52 @@ capture_and_replay(int schedule, int moved)
         before[i] = sim.calls(forbidden[i]);
     }
     CHECK_EQ(sim.cuStreamBeginCapture(stream, 0), 0);
-    mp_row row = f.row;
     if (moved) {
-        row.dst = elsewhere;
-        OK(backend->table_set(f.table, &row, 1, &error));
+        g.low = g.row.dst = elsewhere;
+        OK(backend->table_set(f.table, &g.row, 1, &error));
     }
     capture_step(&f, stream, &graph);
     for (size_t i = 0; i < sizeof forbidden / sizeof *forbidden; i++) {
         CHECK_EQ(sim.calls(forbidden[i]), before[i]);
     }
     CHECK_EQ(sim.cuGraphInstantiate(&exec, graph, 0), 0);
-    /* Rows that change after the capture do not reach into the graph. */
-    OK(backend->table_set(f.table, &f.row, 1, &error));
-    for (int step = 2; step < 5; step++) {
-        one_step(&f, stream, (float)step);
-        CHECK_EQ(sim.cuGraphLaunch(exec, stream), 0);
-        if (moved) {
-            fixture g = f;
-            g.low = elsewhere;
-            CHECK_EQ(read_low(&g, stream), (float)step);
-        }
-        CHECK_EQ(read_low(&f, stream), (float)step);
-    }
+    one_step(&g, stream, 2.0f); /* the same rows outside the graph, which has not run */
+    replay(&g, exec, stream, 3.0f);
+    changing_steps(&f, stream, 6); /* do not reach into the graph */
+    replay(&g, exec, stream, 4.0f);
     expect_clean();
     CHECK_EQ(sim.cuStreamSynchronize(stream), 0);
-    OK(backend->synchronize(device, &error));
     release(elsewhere);
+    release_slots(&h);
+    fixture_fini(&f);
+}
+
+/* A table that is sent outside a capture while the private stream is part of one. */
+static void
+test_capture_is_unharmed_by_other_streams(void)
+{
+    fixture f, other;
+    holder h;
+    void *stream = new_stream(), *free_stream = new_stream(), *graph = NULL;
+    sim.begin(SIM_LAZY, 1);
+    fixture_init(&f);
+    fixture_init(&other);
+    hold_slots(&h);
+    OK(backend->launch(other.table, 1.0, &error));
+    other.row.numel--;
+    OK(backend->table_set(other.table, &other.row, 1, &error)); /* its slot goes back unfenced */
+    OK(backend->launch(other.table, 1.0, &error));
+    OK(backend->synchronize(device, &error));
+    CHECK_EQ(sim.cuStreamBeginCapture(stream, 1), 0); /* of this thread only */
+    OK(backend->order_after(device, stream, &error));
+    other.row.numel--;
+    OK(backend->table_set(other.table, &other.row, 1, &error));
+    OK(backend->launch_on(other.table, 1.0, free_stream, &error));
+    capture_step(&f, stream, &graph);
+    CHECK_EQ(sim.cuStreamSynchronize(free_stream), 0);
+    expect_clean();
+    release_slots(&h);
+    fixture_fini(&other);
     fixture_fini(&f);
 }
 
@@ -750,11 +919,16 @@ capture_and_replay(int schedule, int moved)
 static void
 test_capture_of_too_many_tables_is_refused(void)
 {
-    fixture f;
+    fixture f, settled;
     void *stream = new_stream(), *graph = NULL;
     int launches = 0;
     sim.begin(SIM_LAZY, 1);
     fixture_init(&f);
+    fixture_init(&settled);
+    for (int i = 0; i < 2; i++) {
+        OK(backend->launch(settled.table, 1.0, &error));
+        OK(backend->synchronize(device, &error));
+    }
     for (int turn = 0; turn < 2; turn++) {
         CHECK_EQ(sim.cuStreamBeginCapture(stream, 0), 0);
         mp_status status = MP_OK;
@@ -767,10 +941,11 @@ test_capture_of_too_many_tables_is_refused(void)
         CHECK(launches > 200);
         CHECK(strstr(error.text, "run one warm-up step") != NULL);
         CHECK_EQ(sim.cuStreamEndCapture(stream, &graph), 0); /* the capture itself is unharmed */
-        OK(backend->launch_on(f.table, 1.0, stream, &error));
-        CHECK_EQ(sim.cuStreamSynchronize(stream), 0);
+        OK(backend->launch(settled.table, 1.0, &error)); /* even one that has nothing to send */
+        OK(backend->synchronize(device, &error));
     }
     expect_clean();
+    fixture_fini(&settled);
     fixture_fini(&f);
 }
 
@@ -874,6 +1049,38 @@ test_step_survives_every_fault(void)
     CHECK(nth > 20 && nth < 300);
 }
 
+/* The copy was queued; the launch, or what would tell the end of the copy, was not.  The rows change again at once. */
+static void
+test_failure_after_the_copy_keeps_the_slot(void)
+{
+    fixture f;
+    holder h;
+    void *stream = new_stream();
+    sim.begin(SIM_EAGER, 1);
+    hold_slots(&h);
+    for (int turn = 0; turn < 8; turn++) {
+        const char *failing = turn & 1 ? "cuLaunchKernel" : "cuEventRecord";
+        sim.begin(turn & 4 ? SIM_LAZY : SIM_RANDOM, (uint64_t)turn);
+        fixture_init(&f);
+        for (int step = 0; step < 8; step++) {
+            f.row.numel = 100 + step;
+            OK(backend->table_set(f.table, &f.row, 1, &error));
+            sim.fault(failing, 1, 999, 1);
+            const mp_status status =
+                turn & 2 ? backend->launch(f.table, 1.0, &error) : backend->launch_on(f.table, 1.0, stream, &error);
+            CHECK_EQ(status, MP_ERR_DEVICE);
+            CHECK(strncmp(error.text, failing, 13) == 0);
+        }
+        OK(backend->order_after(device, stream, &error));
+        OK(backend->launch(f.table, 1.0, &error));
+        OK(backend->synchronize(device, &error));
+        CHECK_EQ(sim.cuStreamSynchronize(stream), 0);
+        expect_clean();
+        fixture_fini(&f);
+    }
+    release_slots(&h);
+}
+
 static void
 test_fork_is_refused(void)
 {
@@ -924,17 +1131,11 @@ test_device_fault_is_told(void)
     release(f.low);
 }
 
-int
-main(void)
+static void
+test_all(void)
 {
-    const char *library = getenv("DDP_MP_SIMCUDA"), *image = getenv("DDP_MP_IMAGE");
-    if (library == NULL || image == NULL) {
-        test_open_without_driver_says_so();
-        return check_status();
-    }
-    load_simulator(library);
-    load_image(image);
     sim.set_devices("90,75");
+    test_open_without_image_says_so();
     test_open_survives_every_fault();
     test_open_finds_devices();
     mp_device *second;
@@ -946,18 +1147,64 @@ main(void)
     test_launch_sends_only_changed_rows();
     test_table_changes_while_work_is_pending();
     test_table_sent_on_one_stream_is_ready_on_others();
+    test_table_is_ordered_where_callers_forget();
+    test_slots_change_streams();
     test_step_is_ordered_and_cheap();
     test_missing_order_is_reported();
-    test_context_of_the_caller_is_restored();
+    test_context_and_mode_of_the_caller_are_restored();
     test_event_states();
     for (size_t i = 0; i < schedule_count; i++) {
         capture_and_replay(schedules[i], 0);
         capture_and_replay(schedules[i], 1);
     }
+    test_capture_is_unharmed_by_other_streams();
     test_capture_of_too_many_tables_is_refused();
     test_threads_share_a_device();
     test_step_survives_every_fault();
+    test_failure_after_the_copy_keeps_the_slot();
     test_fork_is_refused();
     test_device_fault_is_told();
+}
+
+static void
+test_convert(const char *note)
+{
+    char text[256];
+    OK(backend->open(0, &device, &error));
+    mp_cuda_status(text, sizeof text);
+    CHECK(strstr(text, note) != NULL);
+    fprintf(stderr, "%s\n", text);
+    if (device != NULL) {
+        test_launch_converts_as_the_host(device, 40);
+    }
+}
+
+static void
+test_refuse(const char *why)
+{
+    CHECK(backend->open(0, &device, &error) != MP_OK);
+    CHECK(strstr(error.text, why) != NULL);
+    fprintf(stderr, "%s\n", error.text);
+}
+
+int
+main(int argc, char **argv)
+{
+    const char *library = getenv("DDP_MP_SIMCUDA"), *image = getenv("DDP_MP_IMAGE");
+    if (library == NULL || image == NULL) {
+        test_open_without_driver_says_so();
+        return check_status();
+    }
+    load_simulator(library);
+    load_image(image);
+    if (argc == 3 && strcmp(argv[1], "convert") == 0) {
+        test_convert(argv[2]);
+    }
+    else if (argc == 3 && strcmp(argv[1], "refuse") == 0) {
+        test_refuse(argv[2]);
+    }
+    else {
+        test_all();
+    }
     return check_status();
 }
