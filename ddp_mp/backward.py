@@ -139,7 +139,8 @@ class Backward:
                     reached.done = True
             self.low.leave(live=self.live())
             self._reduce(running, touched)
-            self._warn_when_uncast()
+            if touched:
+                self._warn_when_uncast()
             while self.futures:
                 self.futures.pop(0).wait()
         except BaseException:
