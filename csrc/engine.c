@@ -593,10 +593,11 @@ make_rows(Engine *self, size_t count)
     self->lows = PyMem_Calloc(count, sizeof *self->lows);
     self->work = PyMem_Calloc(count, sizeof *self->work);
     self->layout = PyMem_Calloc(count, sizeof *self->layout);
+    self->hints = PyMem_Calloc(count, sizeof *self->hints);
     self->is_low = PyMem_Calloc(count, 1);
     self->moved = PyMem_Calloc(count, 1);
     if (self->params == NULL || self->masters == NULL || self->lows == NULL || self->work == NULL ||
-        self->layout == NULL || self->is_low == NULL || self->moved == NULL) {
+        self->layout == NULL || self->hints == NULL || self->is_low == NULL || self->moved == NULL) {
         PyErr_NoMemory();
         return -1;
     }
@@ -766,6 +767,7 @@ engine_dealloc(PyObject *object)
     PyMem_Free(self->moved);
     PyMem_Free(self->is_low);
     PyMem_Free(self->versions);
+    PyMem_Free(self->hints);
     PyMem_Free(self->layout);
     PyMem_Free(self->work);
     PyMem_Free(self->lows);

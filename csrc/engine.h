@@ -1,5 +1,5 @@
 /* The inside of Engine, shared by its files: engine.c (the type), engine_pass.c (one pass: check, cast, switch, wait),
- * engine_bind.c (which tensors) and engine_reuse.c (copies that outlive a pass).
+ * engine_bind.c (which tensors), engine_reuse.c (copies that outlive a pass) and engine_hints.c (what to prefetch).
  *
  * References.  The engine owns everything it is given.  The descriptor rows in `work` hold raw addresses inside
  * `masters` and `lows`; whatever replaces those tensors first waits for casts that may still be running (drain).
@@ -26,6 +26,12 @@ typedef struct engine_site {
     PyObject *key;  /* owned, interned */
     size_t row;
 } engine_site;
+
+/* Addresses to prefetch, see engine_hints.c; any may be NULL. */
+typedef struct engine_hint {
+    const char *param, *master, *low; /* the tensors' implementations */
+    const char *storage;              /* the master's storage */
+} engine_hint;
 
 typedef struct engine_bucket {
     mp_table *table;        /* owned; NULL for a bucket without bytes */
@@ -56,6 +62,7 @@ typedef struct Engine {
     PyObject **lows;    /* owned; entries are NULL before bind() */
     mp_row *work;       /* in plan order; src is the master's address as last seen */
     uint64_t *layout; /* shape and strides, as mp_view_layout_key() */
+    engine_hint *hints;
     int64_t *versions; /* as mp_engine_remember() read them; NULL: never */
     uint8_t *is_low;
     uint8_t *moved;
@@ -115,6 +122,9 @@ int mp_engine_lower(Engine *self);
 int mp_engine_begin(Engine *self);
 int mp_engine_restore(Engine *self, Py_ssize_t bucket); /* -1: all */
 int mp_engine_wait(Engine *self, Py_ssize_t bucket);    /* buckets 0..bucket */
+
+/* engine_hints.c: learns the hints of a bound row.  Leaves no exception. */
+void mp_engine_learn_row(Engine *self, size_t row);
 
 /* engine_reuse.c.  All need mp_engine_enter() around them.  remember: keeps the version counters of all rows.  resume:
  * check(), and when no counter moved since, lower(); else MOVED, REPLACED or WRITTEN with nothing done.  reclaim: rows

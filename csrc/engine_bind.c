@@ -215,6 +215,9 @@ bind_apply(Engine *self, binding *bind)
     self->waited = -1;
     self->generation++;
     self->bound = 1;
+    for (size_t row = 0; row < self->row_count; row++) {
+        mp_engine_learn_row(self, row);
+    }
     Py_DECREF(old);
     return 0;
 }
@@ -252,6 +255,7 @@ mp_engine_rebind(Engine *self, size_t row, PyObject *master)
     self->buckets[self->plan.rows[row].bucket].stale = 1;
     self->moved[row] = 0;
     Py_SETREF(self->masters[row], Py_NewRef(master));
+    mp_engine_learn_row(self, row);
     return 0;
 }
 
