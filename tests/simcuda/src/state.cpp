@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <sstream>
@@ -87,9 +88,22 @@ static const char *verb(AccessKind kind)
     return kind == AccessKind::Read ? "read" : kind == AccessKind::Write ? "write" : "free";
 }
 
+// A booked write changes the bytes for a reason that the history judges; it is not the host going behind our back.
+static void drop_watches(uint64_t low, uint64_t high)
+{
+    auto &watches = state().watches;
+    const auto overlaps = [low, high](const Watch &w) {
+        const auto base = reinterpret_cast<uint64_t>(w.base);
+        return base < high && low < base + w.bytes;
+    };
+    watches.erase(std::remove_if(watches.begin(), watches.end(), overlaps), watches.end());
+}
+
 void touch_range(const Range &range, uint64_t low, uint64_t high, AccessKind kind, const Actor &actor)
 {
     State &s = state();
+    if (kind != AccessKind::Read && range.kind == Range::Pinned)
+        drop_watches(low, high);
     s.history.access(low, high, kind, actor, [&](uint64_t from, uint64_t to, const History::Earlier &e, bool ordered) {
         const uint64_t begin = std::max(from, low) - range.base, end = std::min(to, high) - range.base;
         const std::string bytes = " bytes [" + std::to_string(begin) + ", " + std::to_string(end) + ") of " + range.label;
