@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -325,10 +326,10 @@ def test_constants_are_those_of_the_stub() -> None:
     assert (_C.UNCHANGED, _C.MOVED, _C.REPLACED) == (0, 1, 2)
 
 
-def output(*command: str) -> str:
+def output(*command: str, **options: Any) -> str:
     if shutil.which(command[0]) is None:
         pytest.skip(f"{command[0]} is not installed")
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(command, check=True, capture_output=True, text=True, **options).stdout
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="nm and ldd of Linux")
@@ -345,7 +346,7 @@ def test_shared_object_links_neither_cuda_nor_torch() -> None:
         assert library not in linked
 
 
-def test_import_opens_no_driver() -> None:
+def test_import_opens_no_driver(tmp_path: Path) -> None:
     """In a process of its own: neither the import nor a cast on the host loads the driver."""
     program = (
         "import torch\n"
@@ -356,7 +357,8 @@ def test_import_opens_no_driver() -> None:
         "assert before or 'libcuda.so' not in open('/proc/self/maps').read()\n"
         "print(_C.build_info()['cuda_driver'])\n"
     )
-    assert output(sys.executable, "-c", program).strip() == "0"
+    # The current folder comes first on the path of `python -c`.
+    assert output(sys.executable, "-c", program, cwd=tmp_path).strip() == "0"
 
 
 def test_import_twice_gives_modules_that_work_side_by_side() -> None:
