@@ -105,14 +105,29 @@ mp_cuda_load(const char **why)
     return failure[0] == '\0' ? &api : NULL;
 }
 
-int
-mp_cuda_is_simulated(void)
+/* A symbol that only the simulated driver exports, or NULL.  The library stays loaded: whoever loaded it keeps it. */
+static void *
+simulator_symbol(const char *name)
 {
     void *library = dlopen(library_names[0], RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
     if (library == NULL) {
-        return 0;
+        return NULL;
     }
-    int simulated = dlsym(library, "sim_reset") != NULL;
+    void *symbol = dlsym(library, name);
     dlclose(library);
-    return simulated;
+    return symbol;
+}
+
+int
+mp_cuda_is_simulated(void)
+{
+    return simulator_symbol("sim_reset") != NULL;
+}
+
+void *(*mp_cuda_simulated_stream(void))(void)
+{
+    void *(*stream)(void) = NULL;
+    void *symbol = simulator_symbol("sim_current_stream");
+    memcpy(&stream, &symbol, sizeof stream); /* ISO C has no cast from an object to a function pointer */
+    return stream;
 }

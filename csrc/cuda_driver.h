@@ -93,4 +93,7 @@ const mp_cuda_api *mp_cuda_load(const char **why);
  * driver never does.  Loads nothing. */
 int mp_cuda_is_simulated(void);
 
+/* The simulated driver's notion of PyTorch's current stream, or NULL when the driver is a real one. */
+void *(*mp_cuda_simulated_stream(void))(void);
+
 #endif

@@ -22,6 +22,7 @@ struct mp_exchange {
     entry entries[CACHED_TYPES];
     size_t next;                 /* the entry replaced next */
     PyObject *names[NAME_COUNT]; /* owned, interned */
+    void *(*simulated_stream)(void); /* NULL: memory is where tensors say it is */
 };
 
 /* --- the cache --------------------------------------------------------------------------------------------------- */
@@ -486,8 +487,13 @@ read_object(mp_exchange *exchange, PyObject *tensor, int whole, mp_view *out, co
     if (find_table(exchange, Py_TYPE(tensor), &table) < 0) {
         return MP_EXCHANGE_ERROR;
     }
-    return table != NULL ? read_by_table(table, tensor, whole, out, why)
-                         : read_by_protocol(exchange, tensor, whole, out, why);
+    mp_exchange_result result = table != NULL ? read_by_table(table, tensor, whole, out, why)
+                                              : read_by_protocol(exchange, tensor, whole, out, why);
+    if (exchange->simulated_stream != NULL && result == MP_EXCHANGE_OK && out->device_type == DL_CPU) {
+        out->device_type = DL_CUDA;
+        out->device_index = 0;
+    }
+    return result;
 }
 
 /* --- the interface ----------------------------------------------------------------------------------------------- */
@@ -565,6 +571,10 @@ mp_exchange_current_stream(mp_exchange *exchange, PyObject *tensor, int device_t
     if (device_type == DL_CPU) {
         return 0;
     }
+    if (exchange->simulated_stream != NULL) {
+        *out = exchange->simulated_stream();
+        return 0;
+    }
     if (find_table(exchange, Py_TYPE(tensor), &table) < 0) {
         return -1;
     }
@@ -572,4 +582,10 @@ mp_exchange_current_stream(mp_exchange *exchange, PyObject *tensor, int device_t
         return stream_by_python(device_index, out);
     }
     return table->current_stream(device_type, device_index, out) == 0 ? 0 : -1;
+}
+
+void
+mp_exchange_simulate(mp_exchange *exchange, void *(*current_stream)(void))
+{
+    exchange->simulated_stream = current_stream;
 }

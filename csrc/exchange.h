@@ -61,4 +61,8 @@ mp_exchange_result mp_exchange_pointer(mp_exchange *exchange, PyObject *tensor, 
  * Never cached.  Returns 0, or -1 with an exception.  `tensor` lends its type's exchange table. */
 int mp_exchange_current_stream(mp_exchange *exchange, PyObject *tensor, int device_type, int device_index, void **out);
 
+/* For tests on a simulated driver: host tensors are reported as memory of CUDA device 0, whose current stream is what
+ * `current_stream` returns.  NULL ends it.  Callers make sure that the driver in this process is the simulated one. */
+void mp_exchange_simulate(mp_exchange *exchange, void *(*current_stream)(void));
+
 #endif

@@ -8,6 +8,8 @@
 #include "backend_host.h"
 #include "cast.h"
 #include "cuda_image.h"
+#include "exchange.h"
+#include "module.h"
 
 #if defined(__clang__)
 #define COMPILER "clang " __clang_version__
@@ -49,6 +51,26 @@ host_hold(PyObject *module, PyObject *arg)
     pthread_cond_broadcast(&gate.changed);
     pthread_mutex_unlock(&gate.lock);
     mp_host_set_probe(held ? wait_at_gate : NULL, NULL);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(simulate_cuda_doc,
+             "simulate_cuda(on)\n--\n\n"
+             "For tests: CPU tensors count as memory of CUDA device 0.  RuntimeError unless the driver in this process is\n"
+             "the simulated one of the tests.");
+
+static PyObject *
+simulate_cuda(PyObject *module, PyObject *arg)
+{
+    int on = PyObject_IsTrue(arg);
+    if (on < 0) {
+        return NULL;
+    }
+    if (on && !mp_cuda_is_simulated()) {
+        PyErr_SetString(PyExc_RuntimeError, "simulate_cuda: the CUDA driver in this process is not the simulated one");
+        return NULL;
+    }
+    mp_exchange_simulate(mp_state_of_module(module)->exchange, on ? mp_cuda_simulated_stream() : NULL);
     Py_RETURN_NONE;
 }
 
@@ -185,6 +207,7 @@ build_info(PyObject *module, PyObject *unused)
 static PyMethodDef functions[] = {
     {"build_info", build_info, METH_NOARGS, build_info_doc},
     {"host_hold", host_hold, METH_O, host_hold_doc},
+    {"simulate_cuda", simulate_cuda, METH_O, simulate_cuda_doc},
     {"host_set_inline_bytes", host_set_inline_bytes, METH_O, host_set_inline_bytes_doc},
     {"host_set_stream_bytes", host_set_stream_bytes, METH_O, host_set_stream_bytes_doc},
     {"host_set_isa", host_set_isa, METH_O, host_set_isa_doc},

@@ -207,5 +207,7 @@ def host_fail_at(nth: int) -> int: ...
 def host_hold(held: bool) -> None:
     """While held, the host stream's worker runs nothing."""
 
+def simulate_cuda(on: bool) -> None:
+    """For tests: CPU tensors count as memory of CUDA device 0.  RuntimeError unless the driver is the simulated one."""
 def plan(numels: Sequence[int], low_dtype: str, first_bucket_bytes: int, bucket_bytes: int) -> dict[str, Any]:
     """The planner alone: {"buckets": [...], "rows": [...]}, no memory touched."""
