@@ -105,6 +105,7 @@ call_with(PyObject *callable, size_t number)
     return result == NULL ? -1 : 0;
 }
 
+/* Also tells on_error. */
 static void
 raise_twice(const Gradients *self, size_t row)
 {
@@ -115,6 +116,16 @@ raise_twice(const Gradients *self, size_t row)
                  "forward. Use checkpointing with use_reentrant=False, or static_graph=True if the graph is the same "
                  "in every iteration.",
                  mp_gradients_name(self, row));
+    if (self->on_error == Py_None) {
+        return;
+    }
+    PyObject *error = mp_error_take();
+    PyObject *result = PyObject_CallNoArgs(self->on_error);
+    if (result == NULL) {
+        PyErr_WriteUnraisable(self->on_error);
+    }
+    Py_XDECREF(result);
+    mp_error_give(error);
 }
 
 static int
@@ -536,6 +547,20 @@ gradients_take_stash(PyObject *object, PyObject *argument)
 }
 
 static PyObject *
+gradients_forget_synced(PyObject *object, PyObject *Py_UNUSED(ignored))
+{
+    Gradients *self = (Gradients *)object;
+    if (mp_gradients_enter(self) < 0) {
+        return NULL;
+    }
+    for (size_t row = 0; row < self->row_count; row++) {
+        Py_CLEAR(self->handed[row]);
+    }
+    mp_gradients_leave(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *
 gradients_contributes(PyObject *object, PyObject *Py_UNUSED(ignored))
 {
     const Gradients *self = (Gradients *)object;
@@ -851,10 +876,10 @@ gradients_setup(Gradients *self, PyObject *params, PyObject *names, PyObject *bu
 static PyObject *
 gradients_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *keywords[] = {"params", "names", "buckets", "on_first", "on_ready", NULL};
-    PyObject *params, *names, *buckets, *on_first, *on_ready;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOO:Gradients", keywords, &params, &names, &buckets, &on_first,
-                                     &on_ready)) {
+    static char *keywords[] = {"params", "names", "buckets", "on_first", "on_ready", "on_error", NULL};
+    PyObject *params, *names, *buckets, *on_first, *on_ready, *on_error = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOO|O:Gradients", keywords, &params, &names, &buckets, &on_first,
+                                     &on_ready, &on_error)) {
         return NULL;
     }
     PyObject *param_tuple = PySequence_Tuple(params);
@@ -866,6 +891,7 @@ gradients_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->state = mp_state_of_type(type);
     self->on_first = Py_NewRef(on_first);
     self->on_ready = Py_NewRef(on_ready);
+    self->on_error = Py_NewRef(on_error);
     mp_attr_init(&self->grad, self->state->str_grad);
     if (gradients_setup(self, param_tuple, names, bucket_tuple) < 0) {
         Py_CLEAR(self);
@@ -889,6 +915,7 @@ gradients_traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(self->names);
     Py_VISIT(self->on_first);
     Py_VISIT(self->on_ready);
+    Py_VISIT(self->on_error);
     return mp_attr_traverse(&self->grad, visit, arg);
 }
 
@@ -924,6 +951,7 @@ gradients_clear(PyObject *object)
     self->row_count = 0;
     Py_CLEAR(self->on_first);
     Py_CLEAR(self->on_ready);
+    Py_CLEAR(self->on_error);
     for (size_t row = 0; row < count; row++) {
         Py_CLEAR(self->params[row]);
         Py_CLEAR(self->stash[row]);
@@ -989,6 +1017,7 @@ static PyMethodDef gradients_methods[] = {
     {"take_stash", gradients_take_stash, METH_O,
      "take_stash(row): stash(row), given up to a caller that finishes the row."},
     {"is_local", gradients_is_local, METH_O, "is_local(row): whether what is set aside is not what hand_over() left."},
+    {"forget_synced", gradients_forget_synced, METH_NOARGS, "What earlier reductions left counts as local from now on."},
     {"contributes", gradients_contributes, METH_NOARGS,
      "One byte a row: 1 when it fired since reset() or something local is set aside for it, 2 when it fired without "
      "a gradient."},

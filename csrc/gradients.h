@@ -69,6 +69,7 @@ typedef struct Gradients {
 
     PyObject *on_first; /* owned */
     PyObject *on_ready; /* owned */
+    PyObject *on_error; /* owned; None: nobody is told */
     mp_attr grad;
     int active;
     int early;

@@ -112,7 +112,7 @@ class Gradients:
 
     ``buckets[b]`` lists rows in packing order; each row is in exactly one bucket.  ``on_first(row)`` is called when a hook
     fires outside begin()/end(); ``on_ready(bucket)`` when the last row of a bucket fired and ``early`` was set.
-    Exceptions of both propagate out of the backward.
+    Exceptions of both propagate out of the backward.  ``on_error()`` is called before a hook raises an error of its own.
     """
 
     def __init__(
@@ -122,6 +122,7 @@ class Gradients:
         buckets: Sequence[Sequence[int]],
         on_first: Callable[[int], None],
         on_ready: Callable[[int], None],
+        on_error: Callable[[], None] | None = None,
     ) -> None: ...
     def hook(self, row: int) -> Callable[[Tensor], None]:
         """Callable for ``register_post_accumulate_grad_hook``; holds a weak or plain reference to self, no cycle through the
@@ -151,6 +152,9 @@ class Gradients:
     def stash(self, row: int) -> Tensor | None: ...
     def is_local(self, row: int) -> bool:
         """Whether what is set aside for the row is local."""
+    def forget_synced(self) -> None:
+        """After end(): what hand_over() left in ``.grad`` counts as local from now on.  To be called on all ranks alike: a
+        gradient that is local on one rank and synced on another would become a different sum on each."""
     def contributes(self) -> bytes:
         """One byte a row: 1 when it fired since reset() or something local is set aside for it, 2 when it fired and pack()
         found no gradient: autograd hands undefined ones to what a loss does not need."""
@@ -209,5 +213,6 @@ def host_hold(held: bool) -> None:
 
 def simulate_cuda(on: bool) -> None:
     """For tests: CPU tensors count as memory of CUDA device 0.  RuntimeError unless the driver is the simulated one."""
+
 def plan(numels: Sequence[int], low_dtype: str, first_bucket_bytes: int, bucket_bytes: int) -> dict[str, Any]:
     """The planner alone: {"buckets": [...], "rows": [...]}, no memory touched."""

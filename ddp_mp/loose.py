@@ -25,6 +25,7 @@ class LooseGradients:
         self.sparse = entry.sparse
         self.on_first: Callable[[int], None]  # set by the reducer
         self.on_ready: Callable[[int], None]
+        self.on_error: Callable[[], None]
         self.active = False
         self.refired = False
         self.fires = 0
@@ -43,6 +44,7 @@ class LooseGradients:
         if not self.active:
             self.on_first(0)
         if self._launched:
+            self.on_error()
             raise RuntimeError(
                 "Expected to mark a variable ready only once. The gradient of parameter "
                 f"{self.name!r} arrived again after it had been reduced in this backward."
@@ -77,6 +79,9 @@ class LooseGradients:
 
     def reset(self) -> None:
         self._fired = self._empty = self._launched = self.refired = False
+
+    def forget_synced(self) -> None:
+        self._synced = None
 
     def set_launched(self, bucket: int = 0) -> None:
         self._launched = True

@@ -96,6 +96,7 @@ def _take_over(ddp: DistributedDataParallel) -> None:
     for owner in registrations.owners(ddp.module):
         other = owner.wrapper()
         if other is not None and other is not ddp:
+            owner.built_with = None  # PyTorch's own hooks on the module would cast a second time
             unpatch(other)
 
 

@@ -80,6 +80,7 @@ class Reducer:
             else:
                 assert isinstance(bucket, LooseGradients)
                 bucket.on_first, bucket.on_ready = self._callbacks([bucket], weakref.ref(bucket))
+                bucket.on_error = self._on_error
                 of_source.append((bucket, [bucket]))
         for group in packed.values():
             of_source.append(self._watch_packed(group))
@@ -96,6 +97,7 @@ class Reducer:
             [[local[row] for row in bucket.rows] for bucket in group],
             on_first,
             on_ready,
+            self._on_error,
         )
         found.append(gradients)
         for k, bucket in enumerate(group):
@@ -177,6 +179,8 @@ class Reducer:
                 bucket.keep_local()
         for source, _ in self._of_source:
             source.end()
+            if not sync:
+                source.forget_synced()  # a parameter may have a new gradient on some ranks only
         if complete or not self.open:
             self._close()
         return complete

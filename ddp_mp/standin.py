@@ -56,7 +56,7 @@ class ReducerStandIn:
 
         def ranks() -> int:
             work.wait()
-            return int(work.result()[0].item())
+            return int(work.get_future().wait()[0].item())
 
         self._comm.ranks_with_input = ranks
 
