@@ -1,0 +1,386 @@
+"""What goes between ranks: communication hooks of the user, Join with uneven inputs, and buffers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from modules import column, mlp, scalar, vectors
+from oracle import BF16, F32, FP16, SYNC_BUFFERS, Trial, require_same, square_step
+from ranks import Rank, on_ranks
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import ddp_mp
+
+# --- communication hooks -------------------------------------------------------------------------------------------------
+
+
+def identity_of(hook: Callable[..., Any], seen: list[Any]) -> Callable[..., Any]:
+    """The hook, and a note of what it was given."""
+
+    def noted(state, bucket):  # no annotations: register_comm_hook compares them
+        seen.append((bucket.index(), bucket.buffer().dtype, bucket.buffer().dim(), bucket.is_last(), len(bucket.parameters())))
+        return hook(state, bucket)
+
+    return noted
+
+
+STOCK = {
+    "allreduce": (default_hooks.allreduce_hook, 0.0),
+    "fp16_compress": (default_hooks.fp16_compress_hook, 2**-9),
+    "bf16_compress": (default_hooks.bf16_compress_hook, 2**-6),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", STOCK)
+def test_hook_of_pytorch_registered_at_any_time_equals_oracle(rank: Rank, name: str, when: str) -> None:
+    hook, tolerance = STOCK[name]
+    seen: list[Any] = []
+    trial = Trial(rank, mlp(), bucket_cap_mb=0.0001)
+    if when == "before":
+        ddp = DistributedDataParallel(trial.module, bucket_cap_mb=0.0001)
+        ddp.register_comm_hook(None, identity_of(hook, seen))
+        trial.ddp = ddp_mp.patch(ddp, mixed_precision=trial.precision)
+    else:
+        trial.ddp.register_comm_hook(None, identity_of(hook, seen))
+    trial.tolerance = tolerance
+    trial.train(vectors(), steps=3, accumulate=2)
+    buckets = [entry[0] for entry in seen]
+    assert buckets == list(range(max(buckets) + 1)) * 3
+    assert {entry[1:3] for entry in seen} == {(F32, 1)}
+    assert [entry[3] for entry in seen] == [b == max(buckets) for b in buckets]
+    assert sum(entry[4] for entry in seen) == 3 * 4
+
+
+@on_ranks(2)
+def test_hook_power_sgd_registered_after_patching_trains_the_same_on_all_ranks(rank: Rank) -> None:
+    model = mlp(32, 2)
+    trial = Trial(rank, model)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=32, start_powerSGD_iter=2, min_compression_rate=0.1)
+    trial.ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    trial.tolerance = 2e-2  # full rank: what is left is the error of orthogonalisation
+    trial.train(vectors(width=32), steps=4)
+
+
+@on_ranks(2)
+def test_hook_builtin_of_the_reducer_equals_oracle(rank: Rank) -> None:
+    for kind, tolerance in ((dist.BuiltinCommHookType.ALLREDUCE, 0.0), (dist.BuiltinCommHookType.FP16_COMPRESS, 2**-9)):
+        trial = Trial(rank, mlp())
+        trial.ddp._register_builtin_comm_hook(kind)
+        trial.tolerance = tolerance
+        trial.train(vectors())
+
+
+@on_ranks(2)
+def test_hook_second_one_is_refused_and_names_the_first(rank: Rank) -> None:
+    trial = Trial(rank, mlp())
+    trial.ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    with pytest.raises(RuntimeError, match="allreduce_hook"):
+        trial.ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    trial.train(vectors())
+    assert trial.ddp._get_ddp_logging_data()["comm_hook"] == "allreduce_hook"
+
+
+@on_ranks(2)
+def test_hook_survives_unpatching(rank: Rank) -> None:
+    seen: list[Any] = []
+    trial = Trial(rank, mlp(), how="later")
+    trial.ddp.register_comm_hook(None, identity_of(default_hooks.allreduce_hook, seen))
+    trial.train(vectors(), steps=1)
+    before = len(seen)
+    ddp_mp.unpatch(trial.ddp)
+    trial.ddp(torch.randn(4, 8)).sum().backward()
+    assert len(seen) > before > 0
+    ddp_mp.patch(trial.ddp, mixed_precision=trial.precision)
+    trial.zero_grad()
+    trial.train(vectors(), steps=2, seed=5)
+
+
+@on_ranks(2)
+def test_hook_that_fails_leaves_masters_and_gradients(rank: Rank) -> None:
+    trial = Trial(rank, mlp())
+    fail = [True]
+
+    def hook(state, bucket):  # no annotations: register_comm_hook compares them
+        if fail:
+            raise ValueError("no luck")
+        return default_hooks.allreduce_hook(state, bucket)
+
+    trial.ddp.register_comm_hook(None, hook)
+    with pytest.raises(ValueError, match="no luck"):
+        square_step(trial.ddp, torch.randn(4, 8))
+    trial.check()
+    fail.clear()
+    trial.train(vectors())
+
+
+@on_ranks(2)
+def test_hook_that_returns_something_else_than_a_tensor_is_named(rank: Rank) -> None:
+    trial = Trial(rank, mlp())
+
+    def hook(state, bucket):  # no annotations: register_comm_hook compares them
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result("nothing")
+        return future
+
+    trial.ddp.register_comm_hook(None, hook)
+    with pytest.raises(TypeError, match="communication hook.*str"):
+        square_step(trial.ddp, torch.randn(4, 8))
+    trial.check()
+
+
+@on_ranks(2)
+def test_hook_gets_gradients_with_the_shapes_of_parameters(rank: Rank) -> None:
+    trial = Trial(rank, mlp())
+    shapes: list[Any] = []
+
+    def hook(state, bucket):  # no annotations: register_comm_hook compares them
+        for grad, param in zip(bucket.gradients(), bucket.parameters(), strict=True):
+            shapes.append((grad.shape, param.shape))
+            assert grad.untyped_storage().data_ptr() == bucket.buffer().untyped_storage().data_ptr()
+        bucket.set_buffer(bucket.buffer() * 2)
+        return default_hooks.allreduce_hook(state, bucket)
+
+    trial.ddp.register_comm_hook(None, hook)
+    xs = rank.inputs(vectors())
+    square_step(trial.ddp, xs[rank.index])
+    trial.oracle.backward(square_step, xs)
+    assert len(shapes) == 4
+    assert all(grad == param for grad, param in shapes)
+    for name, param in trial.module.named_parameters():
+        require_same(name, param.grad, trial.oracle.grads[0][name] * 2)
+
+
+# --- Join ----------------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("cap", [25, 0.0001])
+@pytest.mark.parametrize("initial", [True, False])
+@pytest.mark.parametrize("reduce", [F32, FP16], ids=str)
+def test_join_uneven_inputs_equal_oracle(rank: Rank, initial: bool, cap: float, reduce: torch.dtype) -> None:
+    trial = Trial(rank, mlp(), ddp_mp.MixedPrecision(BF16, reduce), bucket_cap_mb=cap)
+    trial.tolerance = trial.tolerance or (0.0 if reduce is F32 else 2**-8)
+    optimizer = torch.optim.SGD(trial.module.parameters(), lr=0.1)
+    theirs = torch.optim.SGD(trial.oracle.module.parameters(), lr=0.1)
+    steps = [2 + index for index in range(rank.size)]
+    with trial.ddp.join(divide_by_initial_world_size=initial):
+        for number in range(steps[rank.index]):
+            xs = rank.inputs(vectors(), number)
+            square_step(trial.ddp, xs[rank.index])
+            active = [index for index in range(rank.size) if steps[index] > number]
+            grads = [trial.oracle.gradients(square_step, xs[index], index) for index in active]
+            divisor = rank.size if initial else len(active)
+            for name, param in trial.oracle.module.named_parameters():
+                param.grad = sum(g[name] for g in grads) / divisor
+                require_same(
+                    f"gradient of {name}", dict(trial.module.named_parameters())[name].grad, param.grad, trial.tolerance
+                )
+            optimizer.step()
+            theirs.step()
+            optimizer.zero_grad()
+            for ours, due in zip(trial.module.parameters(), trial.oracle.module.parameters(), strict=True):
+                require_same("master", ours, due, trial.tolerance)
+                due.data.copy_(ours.data)
+    gathered = rank.gather([p.detach().clone() for p in trial.module.parameters()])
+    for values in gathered[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(values, gathered[0], strict=True)), "ranks agree at the end"
+
+
+@on_ranks(2)
+def test_join_with_unused_parameters_and_buffers_ends_with_equal_ranks(rank: Rank) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.register_buffer("seen", torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen += 1
+            return self.a(x) if self.seen % 2 else self.b(x)
+
+    trial = Trial(rank, Model(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(trial.module.parameters(), lr=0.1)
+    with trial.ddp.join():
+        for _ in range(2 + 2 * rank.index):
+            square_step(trial.ddp, torch.randn(4, 8))
+            optimizer.step()
+            optimizer.zero_grad()
+    gathered = rank.gather([p.detach().clone() for p in trial.module.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gathered, strict=True))
+
+
+@on_ranks(2)
+def test_join_with_a_hook_of_the_user_equals_it_without(rank: Rank) -> None:
+    trial = Trial(rank, scalar())
+    trial.ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    with Join([trial.ddp]):
+        for _ in range(1 + rank.index):
+            trial.ddp(column(4)).sum().backward()
+            value = trial.module.weight.grad.item()
+            trial.zero_grad()
+    assert rank.gather(value) == [4.0, 2.0]  # the hook divides by the size of the group
+
+
+@on_ranks(2)
+def test_join_after_it_training_goes_on(rank: Rank) -> None:
+    trial = Trial(rank, mlp())
+    with trial.ddp.join(divide_by_initial_world_size=False):
+        for _ in range(1 + rank.index):
+            square_step(trial.ddp, torch.zeros(4, 8))
+            trial.zero_grad()
+    trial.train(vectors())
+
+
+# --- buffers -------------------------------------------------------------------------------------------------------------
+
+
+class Buffers(nn.Module):
+    """Buffers of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.register_buffer("position", torch.arange(300))
+        self.register_buffer("mask", torch.tensor([True, False]))
+        self.register_buffer("phase", torch.full((2,), 1 + 2j, dtype=torch.complex64))
+        self.register_buffer("scale", torch.full((1,), 1.0009765625))
+        self.register_buffer("narrow", torch.ones(1, dtype=FP16))
+        self.register_buffer("temporary", torch.ones(1), persistent=False)
+        self.register_buffer("count", torch.tensor(256))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return self.a(x) * self.scale * self.temporary
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["install", "later"])
+@pytest.mark.parametrize("dtype", [None, BF16, F32], ids=str)
+def test_buffers_only_floating_ones_follow_buffer_dtype(rank: Rank, how: str, dtype: torch.dtype | None) -> None:
+    model = Buffers()
+    precision = ddp_mp.MixedPrecision(BF16, F32, dtype)
+    trial = Trial(rank, model, precision, how=how)
+    for _ in range(4):
+        square_step(trial.ddp, torch.randn(4, 8))
+    assert model.position.dtype is torch.int64
+    assert model.position[257].item() == 257
+    assert model.mask.dtype is torch.bool
+    assert model.mask.tolist() == [True, False]
+    assert model.phase.dtype is torch.complex64
+    assert model.phase[0].item() == 1 + 2j
+    assert model.count.item() == 260
+    assert model.scale.dtype is (dtype or F32)
+    assert model.temporary.dtype is (dtype or F32)
+    assert model.narrow.dtype is (dtype or FP16)
+    assert model.scale.item() == (1.0 if dtype is BF16 else 1.0009765625)
+
+
+@on_ranks(2)
+def test_buffers_ignored_by_ddp_are_left_alone(rank: Rank) -> None:
+    model = Buffers()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["scale"])
+    Trial(rank, model, ddp_mp.MixedPrecision(BF16, F32, BF16), how="install")
+    assert model.scale.dtype is F32
+    assert model.temporary.dtype is BF16
+
+
+class Statistics(nn.Module):
+    """Running statistics as BatchNorm keeps them, in arithmetic that every type has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("batches", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        if self.training:
+            self.mean.mul_(0.9).add_(y.detach().mean(0).to(self.mean.dtype), alpha=0.1)
+            self.batches += 1
+        return y - self.mean.to(y.dtype)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("dtype", [None, BF16], ids=str)
+def test_buffers_with_running_statistics_equal_oracle(rank: Rank, dtype: torch.dtype | None, sync: bool) -> None:
+    wrapping = {} if sync else {SYNC_BUFFERS: False}
+    trial = Trial(rank, Statistics(), ddp_mp.MixedPrecision(BF16, F32, dtype), how="install", **wrapping)
+    trial.train(vectors(), steps=4)
+    for name, buffer in trial.module.named_buffers():
+        require_same(f"buffer {name}", buffer, trial.oracle.buffers[rank.index][name])
+    assert trial.module.batches.item() == 4
+    trial.ddp.eval()
+    with torch.no_grad():
+        trial.ddp(torch.randn(4, 8))
+    assert trial.module.batches.item() == 4
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_buffers_of_batch_norm_that_stays_in_full_precision_equal_oracle(rank: Rank, dtype: torch.dtype) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(8, 8)
+            self.norm = nn.BatchNorm1d(8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.a(x))
+
+    precision = ddp_mp.MixedPrecision(dtype, F32, dtype)
+    trial = Trial(rank, Model(), precision, how="install")
+    with contextlib.nullcontext() if dtype is BF16 else pytest.warns(UserWarning, match="without any cast"):
+        trial.train(vectors(), steps=4)
+    assert trial.module.norm.num_batches_tracked.item() == 4
+    for name, buffer in trial.module.named_buffers():
+        require_same(f"buffer {name}", buffer, trial.oracle.buffers[rank.index][name])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("where", ["pre", "post"])
+def test_buffers_communication_hook_of_the_user_runs(rank: Rank, where: str) -> None:
+    location = {"pre": "PRE_FORWARD", "post": "POST_FORWARD"}[where]
+    from torch.nn.parallel.distributed import _BufferCommHookLocation
+
+    trial = Trial(rank, Statistics())
+    calls: list[int] = []
+
+    def hook(state: Any, buffers: dict[str, torch.Tensor]) -> list[Any]:
+        calls.append(len(buffers))
+        works = [dist.all_reduce(b, async_op=True).get_future() for b in buffers.values() if b.is_floating_point()]
+        return works if where == "post" else [w.wait() for w in works][:0] or None
+
+    trial.ddp._register_buffer_comm_hook(None, hook, comm_hook_location=_BufferCommHookLocation[location])
+    for seed in range(2):
+        square_step(trial.ddp, rank.inputs(vectors(), seed)[rank.index])
+    assert calls == [2, 2]
+    gathered = rank.gather(trial.module.mean.clone())
+    if where == "post":
+        require_same("buffer", gathered[0], gathered[1])
+
+
+@on_ranks(2)
+def test_buffers_embedding_positions_are_found(rank: Rank) -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(300, 4)
+            self.register_buffer("position_ids", torch.arange(300))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.embedding(self.position_ids[250:], self.table.weight) * x
+
+    Trial(rank, Positions(), ddp_mp.MixedPrecision(BF16, F32, BF16), how="install").train(lambda: torch.randn(1, 4))
