@@ -28,11 +28,11 @@ void sim_reset(int schedule, uint64_t seed);
 void sim_begin(int schedule, uint64_t seed);
 
 /* --- what was wrong ------------------------------------------------------------------------------------------- */
-const char *sim_report(void);               /* a line a finding; "" when clean */
-int sim_report_count(const char *kind);     /* RACE, USE-AFTER-FREE, INTRA-KERNEL, MISUSE, ...; "*": all */
-int sim_live(const char *kind); /* contexts streams events modules graphs execs device pinned pending */
-const char *sim_leaks(void);                /* "streams=1 events=2"; "" when nothing is alive */
-uint64_t sim_forked_calls(void);            /* driver calls in forked children, counted across processes */
+const char *sim_report(void);           /* a line a finding; "" when clean */
+int sim_report_count(const char *kind); /* RACE, USE-AFTER-FREE, INTRA-KERNEL, MISUSE, ...; "*": all */
+int sim_live(const char *kind);         /* contexts streams events modules graphs execs device pinned pending */
+const char *sim_leaks(void);            /* "streams=1 events=2"; "" when nothing is alive */
+uint64_t sim_forked_calls(void);        /* driver calls in forked children, counted across processes */
 
 /* --- what was done -------------------------------------------------------------------------------------------- */
 uint64_t sim_calls(const char *api);        /* calls of one function, without its version suffix; "*": all */

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import struct
+from pathlib import Path
 
 import pytest
 
-from .build import fatbin, nvcc
-from .images import ARCHITECTURES, Path, kernel, sample
+from .build import fatbin, nvcc, run
+from .images import ARCHITECTURES, kernel, sample
 from .sim import Schedule
 
 SOURCE = Path(__file__).parent / "kernels" / "sample.cu"
@@ -63,11 +64,9 @@ def test_machine_code_without_ptx_is_refused_with_advice(load, simulator):
 
 
 def test_compressed_ptx_is_refused_with_advice(load, simulator, tmp_path):
-    import subprocess
-
     compressed = tmp_path / "compressed.fatbin"
     options = ["-O3", "--fatbin", "-gencode=arch=compute_90,code=compute_90", str(SOURCE), "-o", str(compressed)]
-    subprocess.run([nvcc(), *options], check=True)
+    run([nvcc(), *options])
     assert load(compressed.read_bytes()) == 218
     assert "--compress-mode=none" in simulator.report()[0]
 

@@ -152,7 +152,7 @@ def test_cvt_bf16_to_f32_is_a_shift_on_all_patterns(apply):
 
 def test_cvt_f64_to_f32_and_back_matches_numpy(apply):
     x = floats(1 << 16, 3, np.float64)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         narrow = x.astype(np.float32)
     assert_same_floats(apply("cvt.rn.f32.f64 {y}, {a};", "b32", ("b64", x)).view(np.float32), narrow)
     assert_same_floats(apply("cvt.f64.f32 {y}, {a};", "b64", ("b32", narrow)).view(np.float64), narrow.astype(np.float64))
@@ -173,6 +173,7 @@ def test_cvt_f64_to_bf16_rounds_once(apply):
 @pytest.mark.parametrize(("target", "dtype"), [("s32", np.int32), ("u32", np.uint32)])
 def test_cvt_float_to_int_truncates_and_saturates(apply, target, dtype):
     x = floats(1 << 14, 6)
+    x[np.isnan(x)] = np.nan  # a quiet one: numpy warns of the others
     info = np.iinfo(dtype)
     expected = np.clip(np.nan_to_num(np.trunc(x.astype(np.float64)), nan=0, posinf=1e30, neginf=-1e30), info.min, info.max)
     y = apply(f"cvt.rzi.{target}.f32 {{y}}, {{a}};", "b32", ("b32", x)).view(dtype)
@@ -182,6 +183,7 @@ def test_cvt_float_to_int_truncates_and_saturates(apply, target, dtype):
 @pytest.mark.parametrize(("mode", "round_"), [("rni", np.rint), ("rmi", np.floor), ("rpi", np.ceil), ("rzi", np.trunc)])
 def test_cvt_float_to_whole_float_rounds_as_asked(apply, mode, round_):
     x = floats(1 << 14, 7)
+    x[np.isnan(x)] = np.nan
     assert_same_floats(apply(f"cvt.{mode}.f32.f32 {{y}}, {{a}};", "b32", ("b32", x)).view(np.float32), round_(x))
 
 

@@ -1,5 +1,5 @@
-// A client of the driver with several host threads, for the sanitizers: dlopen, cuGetProcAddress, streams, events, copies
-// and kernels, in every schedule.  Prints "clean" when every value is right and the simulator has nothing to report.
+// A client of the driver with several host threads, for the sanitizers: dlopen, cuGetProcAddress, streams, events,
+// copies and kernels, in every schedule.  Prints "clean" when every value is right and the simulator has nothing to report.
 #include <cuda.h>
 #include <dlfcn.h>
 
@@ -35,7 +35,8 @@ F *control(const char *name)
 template <class... A, class... B>
 void call(const char *name, CUresult (*)(A...), B... arguments)
 {
-    static auto *resolve = control<CUresult(const char *, void **, int, cuuint64_t, CUdriverProcAddressQueryResult *)>("cuGetProcAddress_v2");
+    static auto *resolve = control<CUresult(const char *, void **, int, cuuint64_t, CUdriverProcAddressQueryResult *)>(
+        "cuGetProcAddress_v2");
     void *address = nullptr;
     resolve(name, &address, 12000, 0, nullptr);
     if (address == nullptr)

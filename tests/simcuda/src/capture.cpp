@@ -62,10 +62,7 @@ void capture_invalidate(const CapturePtr &capture)
         capture->invalid = true;
 }
 
-bool capture_is_live(const CapturePtr &capture)
-{
-    return capture && !capture->ended;
-}
+bool capture_is_live(const CapturePtr &capture) { return capture && !capture->ended; }
 
 CUresult capture_refuses(Stream &stream)
 {
@@ -92,7 +89,8 @@ CUresult capture_forbids_unsafe_call()
         if (!c || c->origin != stream.get() || c->mode == CU_STREAM_CAPTURE_MODE_RELAXED)
             continue;
         const bool mine = c->thread == std::this_thread::get_id();
-        const bool both_global = c->mode == CU_STREAM_CAPTURE_MODE_GLOBAL && thread_mode() == CU_STREAM_CAPTURE_MODE_GLOBAL;
+        const bool both_global =
+            c->mode == CU_STREAM_CAPTURE_MODE_GLOBAL && thread_mode() == CU_STREAM_CAPTURE_MODE_GLOBAL;
         if (mine || both_global) {
             capture_invalidate(c);
             return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
@@ -108,7 +106,7 @@ void capture_node(Stream &stream, const Work &work)
     stream.capture_tail = {c.nodes.size() - 1};
 }
 
-// A wait joins the stream to the event's capture, or adds an edge inside one.  Across the border of a capture it is refused.
+// A wait joins the stream to the event's capture, or adds an edge inside one.  Across a capture's border it is refused.
 CUresult capture_wait(Stream &stream, Event &event)
 {
     if (event.capture == nullptr) {

@@ -132,10 +132,7 @@ void touch_all(const sim_range *ranges, size_t count, const Actor &actor)
 }
 
 // Control functions take streams of any context.
-Stream *stream_of(void *handle)
-{
-    return find_stream(static_cast<CUstream>(handle));
-}
+Stream *stream_of(void *handle) { return find_stream(static_cast<CUstream>(handle)); }
 
 thread_local void *current_stream = nullptr;
 
@@ -208,7 +205,8 @@ const char *sim_leaks(void)
 {
     Lock lock = locked();
     std::string text;
-    for (const char *kind : {"contexts", "streams", "events", "modules", "graphs", "execs", "device", "pinned", "pending"})
+    for (const char *kind :
+         {"contexts", "streams", "events", "modules", "graphs", "execs", "device", "pinned", "pending"})
         if (const int n = live(kind))
             text += (text.empty() ? "" : " ") + std::string(kind) + "=" + std::to_string(n);
     return keep(text);

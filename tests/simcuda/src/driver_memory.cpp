@@ -78,7 +78,9 @@ Work copy_to_device(uint64_t to, const void *from, size_t bytes)
         return {"copy from pinned memory", [=](Op &op) { watch(from, bytes, op); },
                 [=](Op &op, Lock &) { copy_bytes(target, from, bytes, op.actor); }};
     return {"copy from pageable memory",
-            [=](Op &op) { op.staged.assign(static_cast<const uint8_t *>(from), static_cast<const uint8_t *>(from) + bytes); },
+            [=](Op &op) {
+                op.staged.assign(static_cast<const uint8_t *>(from), static_cast<const uint8_t *>(from) + bytes);
+            },
             [=](Op &op, Lock &) {
                 touch(target, bytes, AccessKind::Write, op.actor);
                 std::memcpy(target, op.staged.data(), bytes);
@@ -227,7 +229,8 @@ CUresult CUDAAPI cuMemFreeAsync(CUdeviceptr base, CUstream handle)
         return CUDA_ERROR_NOT_SUPPORTED;
     }
     range->free_queued = true;
-    return submit(*stream, {"cuMemFreeAsync", nullptr, [range](Op &op, Lock &) { release(*range, op.actor); }}, call.lock);
+    return submit(*stream, {"cuMemFreeAsync", nullptr, [range](Op &op, Lock &) { release(*range, op.actor); }},
+                  call.lock);
 }
 
 CUresult CUDAAPI cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t bytes, CUstream stream)
@@ -294,7 +297,9 @@ CUresult CUDAAPI cuPointerGetAttribute(void *out, CUpointer_attribute which, CUd
         return CUDA_ERROR_INVALID_VALUE;
     Device *device = device_at(range->device == kAnyDevice ? 0 : range->device);
     switch (which) {
-    case CU_POINTER_ATTRIBUTE_CONTEXT: *static_cast<CUcontext *>(out) = reinterpret_cast<CUcontext>(&device->primary); break;
+    case CU_POINTER_ATTRIBUTE_CONTEXT:
+        *static_cast<CUcontext *>(out) = reinterpret_cast<CUcontext>(&device->primary);
+        break;
     case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: *static_cast<int *>(out) = device->ordinal; break;
     case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
         *static_cast<CUmemorytype *>(out) = range->kind == Range::Pinned ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE;

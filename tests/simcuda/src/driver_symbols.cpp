@@ -14,8 +14,8 @@ using namespace sim;
 #undef cuGetProcAddress
 extern "C" {
 CUresult CUDAAPI cuStreamGetCaptureInfo(CUstream, CUstreamCaptureStatus *, cuuint64_t *);
-CUresult CUDAAPI cuStreamGetCaptureInfo_v2(CUstream, CUstreamCaptureStatus *, cuuint64_t *, CUgraph *, const CUgraphNode **,
-                                           size_t *);
+CUresult CUDAAPI cuStreamGetCaptureInfo_v2(CUstream, CUstreamCaptureStatus *, cuuint64_t *, CUgraph *,
+                                           const CUgraphNode **, size_t *);
 CUresult CUDAAPI cuEventElapsedTime(float *, CUevent, CUevent);
 CUresult CUDAAPI cuGetProcAddress(const char *, void **, int, cuuint64_t);
 }
@@ -30,7 +30,8 @@ struct Symbol {
 
 // The typedef carries the version, so that a wrong one, like a wrong signature, does not compile.
 #define SYMBOL(name, version) {#name, version, reinterpret_cast<void *>(static_cast<PFN_##name##_v##version>(name))}
-#define SYMBOL_AS(name, version, function) {#name, version, reinterpret_cast<void *>(static_cast<PFN_##name##_v##version>(function))}
+#define SYMBOL_AS(name, version, function)                                                                             \
+    {#name, version, reinterpret_cast<void *>(static_cast<PFN_##name##_v##version>(function))}
 
 const Symbol symbols[] = {
     SYMBOL(cuInit, 2000),
@@ -119,7 +120,8 @@ const Symbol *find_symbol(const char *name, int version, bool &known)
     const State &s = state();
     const Symbol *best = nullptr;
     for (const Symbol &symbol : symbols) {
-        if (std::strcmp(symbol.name, name) != 0 || symbol.since > s.machine.driver_version || s.machine.hidden.count(name))
+        if (std::strcmp(symbol.name, name) != 0 || symbol.since > s.machine.driver_version ||
+            s.machine.hidden.count(name))
             continue;
         known = true;
         if (symbol.since <= version && (best == nullptr || symbol.since > best->since))
@@ -128,7 +130,8 @@ const Symbol *find_symbol(const char *name, int version, bool &known)
     return best;
 }
 
-CUresult resolve(const char *name, void **address, int version, cuuint64_t flags, CUdriverProcAddressQueryResult *status)
+CUresult resolve(const char *name, void **address, int version, cuuint64_t flags,
+                 CUdriverProcAddressQueryResult *status)
 {
     if (flags > CU_GET_PROC_ADDRESS_LEGACY_STREAM)
         report("UNSIMULATED", "cuGetProcAddress with the per-thread default stream");
@@ -136,8 +139,9 @@ CUresult resolve(const char *name, void **address, int version, cuuint64_t flags
     const Symbol *symbol = find_symbol(name, version, known);
     *address = symbol ? symbol->address : nullptr;
     if (status)
-        *status = symbol ? CU_GET_PROC_ADDRESS_SUCCESS
-                         : known ? CU_GET_PROC_ADDRESS_VERSION_NOT_SUFFICIENT : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
+        *status = symbol  ? CU_GET_PROC_ADDRESS_SUCCESS
+                  : known ? CU_GET_PROC_ADDRESS_VERSION_NOT_SUFFICIENT
+                          : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
     return symbol ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
 }
 
@@ -183,9 +187,11 @@ const ErrorText errors[] = {
     ERROR(CUDA_ERROR_STREAM_CAPTURE_UNMATCHED, "capture was not ended in the same stream as it began"),
     ERROR(CUDA_ERROR_STREAM_CAPTURE_UNJOINED, "capturing stream has unjoined work"),
     ERROR(CUDA_ERROR_STREAM_CAPTURE_ISOLATION, "dependency created on uncaptured work in another stream"),
-    ERROR(CUDA_ERROR_STREAM_CAPTURE_IMPLICIT, "operation would make the legacy stream depend on a capturing blocking stream"),
+    ERROR(CUDA_ERROR_STREAM_CAPTURE_IMPLICIT,
+          "operation would make the legacy stream depend on a capturing blocking stream"),
     ERROR(CUDA_ERROR_CAPTURED_EVENT, "operation not permitted on an event last recorded in a capturing stream"),
-    ERROR(CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD, "attempt to terminate a thread-local capture sequence from another thread"),
+    ERROR(CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD,
+          "attempt to terminate a thread-local capture sequence from another thread"),
     ERROR(CUDA_ERROR_UNKNOWN, "unknown error"),
 };
 
@@ -239,8 +245,8 @@ CUresult CUDAAPI cuStreamGetCaptureInfo(CUstream stream, CUstreamCaptureStatus *
     return cuStreamGetCaptureInfo_v3(stream, status, id, nullptr, nullptr, nullptr, nullptr);
 }
 
-CUresult CUDAAPI cuStreamGetCaptureInfo_v2(CUstream stream, CUstreamCaptureStatus *status, cuuint64_t *id, CUgraph *graph,
-                                           const CUgraphNode **dependencies, size_t *count)
+CUresult CUDAAPI cuStreamGetCaptureInfo_v2(CUstream stream, CUstreamCaptureStatus *status, cuuint64_t *id,
+                                           CUgraph *graph, const CUgraphNode **dependencies, size_t *count)
 {
     return cuStreamGetCaptureInfo_v3(stream, status, id, graph, dependencies, nullptr, count);
 }

@@ -7,9 +7,9 @@ namespace sim {
 
 enum Needs : unsigned {
     kNothing = 0,
-    kInit = 1,         // cuInit was called, in this process
-    kContext = 2,      // a live context is current
-    kHealthy = 4,      // and it has no sticky error; what tears down works without
+    kInit = 1,    // cuInit was called, in this process
+    kContext = 2, // a live context is current
+    kHealthy = 4, // and it has no sticky error; what tears down works without
     kUsual = kInit | kContext | kHealthy,
     kTeardown = kInit,
 };
@@ -31,12 +31,12 @@ void note_blocking();
 #define SIM_CALL(api, needs) SIM_CALL_NAMED(#api, needs)
 
 // The same for functions that a capture forbids (see capture_forbids_unsafe_call).
-#define SIM_UNSAFE_CALL(api, needs)                                                                                   \
-    SIM_CALL_NAMED(#api, needs);                                                                                      \
-    if (const CUresult refused = sim::capture_forbids_unsafe_call())                                                  \
+#define SIM_UNSAFE_CALL(api, needs)                                                                                    \
+    SIM_CALL_NAMED(#api, needs);                                                                                       \
+    if (const CUresult refused = sim::capture_forbids_unsafe_call())                                                   \
     return refused
 
-#define SIM_CALL_NAMED(name, needs)                                                                                   \
-    sim::Call call(name, needs);                                                                                      \
-    if (call.status != CUDA_SUCCESS)                                                                                  \
+#define SIM_CALL_NAMED(name, needs)                                                                                    \
+    sim::Call call(name, needs);                                                                                       \
+    if (call.status != CUDA_SUCCESS)                                                                                   \
     return call.status

@@ -11,16 +11,23 @@ constexpr bool is_int = std::is_integral_v<T>;
 
 // Integers wrap: the sum is formed unsigned, where that is defined.
 template <class T>
-using Wrap = typename std::conditional_t<is_int<T>, std::make_unsigned<std::conditional_t<is_int<T>, T, int>>, std::common_type<T>>::type;
+using Wrap = typename std::conditional_t<is_int<T>, std::make_unsigned<std::conditional_t<is_int<T>, T, int>>,
+                                         std::common_type<T>>::type;
 
 template <class T>
 struct Add {
-    static void run(Frame &f, const Insn &i) { put<T>(f, i, static_cast<T>(Wrap<T>(get<T>(f, i, 0)) + Wrap<T>(get<T>(f, i, 1)))); }
+    static void run(Frame &f, const Insn &i)
+    {
+        put<T>(f, i, static_cast<T>(Wrap<T>(get<T>(f, i, 0)) + Wrap<T>(get<T>(f, i, 1))));
+    }
 };
 
 template <class T>
 struct Sub {
-    static void run(Frame &f, const Insn &i) { put<T>(f, i, static_cast<T>(Wrap<T>(get<T>(f, i, 0)) - Wrap<T>(get<T>(f, i, 1)))); }
+    static void run(Frame &f, const Insn &i)
+    {
+        put<T>(f, i, static_cast<T>(Wrap<T>(get<T>(f, i, 0)) - Wrap<T>(get<T>(f, i, 1))));
+    }
 };
 
 template <class T>
@@ -30,7 +37,10 @@ struct FloatMul {
 
 template <class T>
 struct Fma {
-    static void run(Frame &f, const Insn &i) { put<T>(f, i, std::fma(get<T>(f, i, 0), get<T>(f, i, 1), get<T>(f, i, 2))); }
+    static void run(Frame &f, const Insn &i)
+    {
+        put<T>(f, i, std::fma(get<T>(f, i, 0), get<T>(f, i, 1), get<T>(f, i, 2)));
+    }
 };
 
 template <class T>
@@ -133,10 +143,14 @@ bool compare(Compare c, T a, T b)
     switch (c) {
     case Compare::Eq: return a == b;
     case Compare::Ne: return !unordered && a != b;
-    case Compare::Lt: case Compare::Lo: return a < b;
-    case Compare::Le: case Compare::Ls: return a <= b;
-    case Compare::Gt: case Compare::Hi: return a > b;
-    case Compare::Ge: case Compare::Hs: return a >= b;
+    case Compare::Lt:
+    case Compare::Lo: return a < b;
+    case Compare::Le:
+    case Compare::Ls: return a <= b;
+    case Compare::Gt:
+    case Compare::Hi: return a > b;
+    case Compare::Ge:
+    case Compare::Hs: return a >= b;
     case Compare::Equ: return unordered || a == b;
     case Compare::Neu: return unordered || a != b;
     case Compare::Ltu: return unordered || a < b;
@@ -207,15 +221,18 @@ Handler find_arithmetic(const Insn &i)
     switch (i.op) {
     case Op::Add: return for_number<Add>(i.type);
     case Op::Sub: return for_number<Sub>(i.type);
-    case Op::Mul: case Op::Mad: return find_multiply(i);
+    case Op::Mul:
+    case Op::Mad: return find_multiply(i);
     case Op::Fma: return for_float<Fma>(i.type);
-    case Op::Div: case Op::Rem: {
+    case Op::Div:
+    case Op::Rem: {
         const Handler h = i.op == Op::Div ? for_float<FloatDiv>(i.type) : nullptr;
         return h ? h : for_integer<IntDiv>(i.type);
     }
     case Op::Rcp: return for_float<Rcp>(i.type);
     case Op::Sqrt: return for_float<Sqrt>(i.type);
-    case Op::Min: case Op::Max: return for_number<MinMax>(i.type);
+    case Op::Min:
+    case Op::Max: return for_number<MinMax>(i.type);
     case Op::Abs: return for_number<Abs>(i.type);
     case Op::Neg: return for_number<Neg>(i.type);
     case Op::Copysign: return for_float<Copysign>(i.type);

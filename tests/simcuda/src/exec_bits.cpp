@@ -134,7 +134,10 @@ struct Brev {
     }
 };
 
-void popc(Frame &f, const Insn &i) { put_raw(f, i, static_cast<unsigned>(__builtin_popcountll(raw(f, i, 0) & mask(bits_of(i))))); }
+void popc(Frame &f, const Insn &i)
+{
+    put_raw(f, i, static_cast<unsigned>(__builtin_popcountll(raw(f, i, 0) & mask(bits_of(i)))));
+}
 
 void clz(Frame &f, const Insn &i)
 {

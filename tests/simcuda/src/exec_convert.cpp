@@ -22,8 +22,10 @@ uint64_t encode_float(const Insn &i, double x, Type t)
     if (i.sat)
         x = x > 0.0 ? std::fmin(x, 1.0) : 0.0;
     switch (t) {
-    case Type::F16: case Type::F16x2: return to_f16(x);
-    case Type::BF16: case Type::BF16x2: return to_bf16(x);
+    case Type::F16:
+    case Type::F16x2: return to_f16(x);
+    case Type::BF16:
+    case Type::BF16x2: return to_bf16(x);
     case Type::F32: return std::isnan(x) ? 0x7fffffffu : bit_cast<uint32_t>(flush(static_cast<float>(x), i.ftz));
     default: return bit_cast<uint64_t>(x);
     }
@@ -93,10 +95,7 @@ void int_to_int(Frame &f, const Insn &i)
     put_raw(f, i, truncate(is_signed(i.source) ? static_cast<uint64_t>(sign_extend(u, i.source)) : u, i.type));
 }
 
-bool is_integer(Type t)
-{
-    return is_signed(t) || t == Type::U8 || t == Type::U16 || t == Type::U32 || t == Type::U64;
-}
+bool is_integer(Type t) { return is_signed(t) || t == Type::U8 || t == Type::U16 || t == Type::U32 || t == Type::U64; }
 
 Handler find_cvt(const Insn &i)
 {

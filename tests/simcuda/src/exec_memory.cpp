@@ -55,7 +55,8 @@ uint8_t *local_access(const Frame &f, const Insn &i, uint64_t offset, unsigned s
 uint8_t *global_access(const Frame &f, const Insn &i, uint64_t address, unsigned size, const void *incoming)
 {
     check_alignment(f, i, address, size);
-    f.launch->memory.access({address, size, incoming != nullptr, i.op == Op::Atom, i.non_coherent, f.segment, incoming, &i});
+    f.launch->memory.access(
+        {address, size, incoming != nullptr, i.op == Op::Atom, i.non_coherent, f.segment, incoming, &i});
     return reinterpret_cast<uint8_t *>(address);
 }
 

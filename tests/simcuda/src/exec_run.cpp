@@ -13,7 +13,8 @@ void branch(Frame &f, const Insn &i)
 {
     const uint32_t target = i.targets[0];
     if (target < f.pc && ++f.back_edges > kMaxBackEdges)
-        throw Fault(kLaunchTimeout, "endless loop in " + f.launch->entry.name + " at PTX line " + std::to_string(i.line));
+        throw Fault(kLaunchTimeout,
+                    "endless loop in " + f.launch->entry.name + " at PTX line " + std::to_string(i.line));
     f.pc = target;
 }
 
@@ -66,14 +67,16 @@ private:
         for (size_t k = 0; k < e.constants.size(); k++) {
             const Constant &c = e.constants[k];
             r[kFirstDeclared + e.declared + k] =
-                c.kind == Constant::ParamAddress ? reinterpret_cast<uint64_t>(launch_.params) + c.value
+                c.kind == Constant::ParamAddress    ? reinterpret_cast<uint64_t>(launch_.params) + c.value
                 : c.kind == Constant::ModuleAddress ? reinterpret_cast<uint64_t>(launch_.storage) + c.value
                 : c.kind == Constant::DynamicShared ? dynamic_at_
                                                     : c.value;
         }
         const auto set = [&r](Special s, uint64_t v) { r[special_register(s)] = v; };
-        set(Special::NtidX, launch_.block.x), set(Special::NtidY, launch_.block.y), set(Special::NtidZ, launch_.block.z);
-        set(Special::NctaidX, launch_.grid.x), set(Special::NctaidY, launch_.grid.y), set(Special::NctaidZ, launch_.grid.z);
+        set(Special::NtidX, launch_.block.x), set(Special::NtidY, launch_.block.y),
+            set(Special::NtidZ, launch_.block.z);
+        set(Special::NctaidX, launch_.grid.x), set(Special::NctaidY, launch_.grid.y),
+            set(Special::NctaidZ, launch_.grid.z);
         return r;
     }
 
@@ -89,8 +92,10 @@ private:
         std::fill_n(f.local, e.local_bytes, uint8_t{0xcd});
         const Dim3 &b = launch_.block, &g = launch_.grid;
         const auto set = [&f](Special s, uint64_t v) { f.r[special_register(s)] = v; };
-        set(Special::TidX, thread % b.x), set(Special::TidY, thread / b.x % b.y), set(Special::TidZ, thread / b.x / b.y);
-        set(Special::CtaidX, block_ % g.x), set(Special::CtaidY, block_ / g.x % g.y), set(Special::CtaidZ, block_ / g.x / g.y);
+        set(Special::TidX, thread % b.x), set(Special::TidY, thread / b.x % b.y),
+            set(Special::TidZ, thread / b.x / b.y);
+        set(Special::CtaidX, block_ % g.x), set(Special::CtaidY, block_ / g.x % g.y),
+            set(Special::CtaidZ, block_ / g.x / g.y);
         set(Special::LaneId, thread % 32), set(Special::WarpId, thread / 32);
         f.segment = launch_.memory.order.begin(block_, thread, 0);
     }

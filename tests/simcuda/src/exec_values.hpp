@@ -10,7 +10,10 @@
 namespace ptx {
 
 inline uint64_t raw(const Frame &f, const Insn &i, int k) { return f.r[i.s[static_cast<size_t>(k)].index]; }
-inline bool pred(const Frame &f, const Insn &i, int k) { return (raw(f, i, k) != 0) != i.s[static_cast<size_t>(k)].invert; }
+inline bool pred(const Frame &f, const Insn &i, int k)
+{
+    return (raw(f, i, k) != 0) != i.s[static_cast<size_t>(k)].invert;
+}
 inline void put_raw(Frame &f, const Insn &i, uint64_t v) { f.r[i.d[0].index] = v; }
 
 inline float flush(float x, bool ftz) { return ftz && std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x; }
@@ -48,11 +51,14 @@ template <template <class> class H>
 Handler for_integer(Type t)
 {
     switch (t) {
-    case Type::U16: case Type::B16: return H<uint16_t>::run;
+    case Type::U16:
+    case Type::B16: return H<uint16_t>::run;
     case Type::S16: return H<int16_t>::run;
-    case Type::U32: case Type::B32: return H<uint32_t>::run;
+    case Type::U32:
+    case Type::B32: return H<uint32_t>::run;
     case Type::S32: return H<int32_t>::run;
-    case Type::U64: case Type::B64: return H<uint64_t>::run;
+    case Type::U64:
+    case Type::B64: return H<uint64_t>::run;
     case Type::S64: return H<int64_t>::run;
     default: return nullptr;
     }

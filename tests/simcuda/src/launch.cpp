@@ -45,7 +45,8 @@ public:
         const size_t offset = a.address - site->origin;
         bool conflicting;
         if (a.write) {
-            const bool unchanged = !a.atomic && std::memcmp(reinterpret_cast<void *>(a.address), a.incoming, a.size) == 0;
+            const bool unchanged =
+                !a.atomic && std::memcmp(reinterpret_cast<void *>(a.address), a.incoming, a.size) == 0;
             conflicting = site->owners.write(order, offset, a.size, a.segment, unchanged, a.atomic);
         } else {
             conflicting = site->owners.read(order, offset, a.size, a.segment);
@@ -236,7 +237,8 @@ CUresult copy_parameters(const ptx::Entry &entry, void **parameters, void **extr
 
 } // namespace
 
-CUresult launch(Function &function, const LaunchShape &shape, Stream &stream, void **parameters, void **extra, Lock &lock)
+CUresult launch(Function &function, const LaunchShape &shape, Stream &stream, void **parameters, void **extra,
+                Lock &lock)
 {
     State &s = state();
     if (function.module->dead) {

@@ -12,6 +12,7 @@ struct LaunchShape {
 };
 
 // Checks and enqueues a launch.  Parameters are copied here, as the driver does.
-CUresult launch(Function &function, const LaunchShape &shape, Stream &stream, void **parameters, void **extra, Lock &lock);
+CUresult launch(Function &function, const LaunchShape &shape, Stream &stream, void **parameters, void **extra,
+                Lock &lock);
 
 } // namespace sim

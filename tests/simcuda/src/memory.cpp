@@ -8,9 +8,9 @@
 namespace sim {
 namespace {
 
-constexpr uint64_t kAlignment = 512;       // of every allocation, as on a device
-constexpr uint64_t kGap = 512;             // between allocations: a small overrun meets nobody else's memory
-constexpr uint64_t kImplicit = 64 * 1024;  // size and alignment of implicit ranges
+constexpr uint64_t kAlignment = 512;      // of every allocation, as on a device
+constexpr uint64_t kGap = 512;            // between allocations: a small overrun meets nobody else's memory
+constexpr uint64_t kImplicit = 64 * 1024; // size and alignment of implicit ranges
 
 constexpr uint8_t kFresh = 0xa5, kDead = 0xde;
 

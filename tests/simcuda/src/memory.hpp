@@ -29,7 +29,10 @@ struct Range {
 
     uint64_t end() const { return base + size; }
     bool owned() const { return kind == Device || kind == Pinned; }
-    bool holds(uint64_t address, uint64_t bytes) const { return address >= base && bytes <= size && address - base <= size - bytes; }
+    bool holds(uint64_t address, uint64_t bytes) const
+    {
+        return address >= base && bytes <= size && address - base <= size - bytes;
+    }
 };
 
 // Freed memory stays known, filled with a pattern, until purge(): a late access is then an error with a name.
@@ -39,10 +42,10 @@ public:
     void release(Range &range);
     Range *add(uint64_t base, size_t bytes, Range::Kind kind, int device, const std::string &label);
     void remove(uint64_t base);
-    Range *find(uint64_t address);     // the range that holds the address, freed or not; NULL: unknown
+    Range *find(uint64_t address);        // the range that holds the address, freed or not; NULL: unknown
     Range *find_or_add(uint64_t address); // the same, making unknown memory an implicit range
-    Range *live(uint64_t base);        // a range that starts there and is not freed
-    void purge();                      // forgets freed and implicit memory; nothing may be running
+    Range *live(uint64_t base);           // a range that starts there and is not freed
+    void purge();                         // forgets freed and implicit memory; nothing may be running
     void clear();
     int count(Range::Kind kind) const; // live ones
 

@@ -7,8 +7,8 @@
 
 namespace sim {
 
-// Loads a fat binary or PTX text for a device.  On failure the reason is reported as LOAD, except where the image is simply
-// not for this device or driver.
+// Loads a fat binary or PTX text for a device.  On failure the reason is reported as LOAD, except where the image is
+// simply not for this device or driver.
 CUresult load_module(Context *context, const void *data, std::unique_ptr<Module> &out);
 
 } // namespace sim

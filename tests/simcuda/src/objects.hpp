@@ -1,5 +1,5 @@
-// What driver handles stand for.  Objects stay allocated after they were destroyed, marked dead, so that a late use of the
-// handle is found; a reset frees them.
+// What driver handles stand for.  Objects stay allocated after they were destroyed, marked dead, so that a late use of
+// the handle is found; a reset frees them.
 #pragma once
 
 #include <cuda.h>
@@ -30,8 +30,8 @@ using OpPtr = std::shared_ptr<Op>;
 // One operation as the caller described it.  It may be run many times: graphs replay it.
 struct Work {
     std::string label;
-    std::function<void(Op &)> queued;       // at the call (and at every replay): what the driver takes from the host then
-    std::function<void(Op &, Lock &)> run;  // on the stream; may release the lock
+    std::function<void(Op &)> queued; // at the call (and at every replay): what the driver takes from the host then
+    std::function<void(Op &, Lock &)> run; // on the stream; may release the lock
 };
 
 // One execution of a Work.
@@ -70,7 +70,7 @@ struct Stream {
     bool legacy = false, internal = false, dead = false;
     VectorClock clock;
     std::deque<OpPtr> queue;
-    OpPtr tail; // the last operation queued, done or not
+    OpPtr tail;                    // the last operation queued, done or not
     std::vector<OpPtr> next_waits; // of other streams, before the next operation
     CapturePtr capture;
     std::vector<size_t> capture_tail; // nodes that the next captured operation comes after
@@ -82,7 +82,7 @@ struct Event {
     Context *context = nullptr;
     unsigned flags = 0;
     bool dead = false;
-    OpPtr record;      // the last record outside capture
+    OpPtr record;       // the last record outside capture
     CapturePtr capture; // set when the last record was inside one
     std::vector<size_t> capture_tail;
 };

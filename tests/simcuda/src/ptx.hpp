@@ -1,7 +1,7 @@
 // A PTX module in memory, ready to be interpreted.
 //
-// Every operand is an index into one register file: special registers come first, then the declared ones, then constants
-// that are set before a thread starts.  So executing an instruction never asks what kind of operand it has.
+// Every operand is an index into one register file: special registers come first, then the declared ones, then
+// constants that are set before a thread starts.  So executing an instruction never asks what kind of operand it has.
 #pragma once
 
 #include <array>
@@ -28,16 +28,45 @@ struct Fault : std::runtime_error {
 enum : int { kIllegalAddress = 700, kLaunchTimeout = 702, kMisaligned = 716, kLaunchFailed = 719 };
 
 enum class Type : uint8_t {
-    None, Pred, B8, S8, U8, B16, S16, U16, F16, BF16, B32, S32, U32, F32, F16x2, BF16x2, B64, S64, U64, F64,
+    None,
+    Pred,
+    B8,
+    S8,
+    U8,
+    B16,
+    S16,
+    U16,
+    F16,
+    BF16,
+    B32,
+    S32,
+    U32,
+    F32,
+    F16x2,
+    BF16x2,
+    B64,
+    S64,
+    U64,
+    F64,
 };
 
 constexpr unsigned size_of(Type t)
 {
     switch (t) {
     case Type::None: return 0;
-    case Type::Pred: case Type::B8: case Type::S8: case Type::U8: return 1;
-    case Type::B16: case Type::S16: case Type::U16: case Type::F16: case Type::BF16: return 2;
-    case Type::B64: case Type::S64: case Type::U64: case Type::F64: return 8;
+    case Type::Pred:
+    case Type::B8:
+    case Type::S8:
+    case Type::U8: return 1;
+    case Type::B16:
+    case Type::S16:
+    case Type::U16:
+    case Type::F16:
+    case Type::BF16: return 2;
+    case Type::B64:
+    case Type::S64:
+    case Type::U64:
+    case Type::F64: return 8;
     default: return 4;
     }
 }
@@ -48,16 +77,77 @@ constexpr bool is_float(Type t) { return t == Type::F16 || t == Type::BF16 || t 
 enum class Space : uint8_t { Generic, Global, Param, Shared, Local, Const };
 
 enum class Op : uint8_t {
-    Abs, Add, And, Atom, Barrier, Bfe, Bfi, Bra, BrxIdx, Brev, Clz, Copysign, Cvt, CvtPair, Cvta, CvtaTo, Div, Fma, Ld,
-    Lop3, Mad, Max, Min, Mov, Mul, Neg, Nop, Not, Or, Pack, Popc, Prmt, Rcp, Rem, Ret, Selp, Setp, Shf, Shl, Shr, Sqrt,
-    St, Sub, Testp, Trap, Unpack, Xor,
+    Abs,
+    Add,
+    And,
+    Atom,
+    Barrier,
+    Bfe,
+    Bfi,
+    Bra,
+    BrxIdx,
+    Brev,
+    Clz,
+    Copysign,
+    Cvt,
+    CvtPair,
+    Cvta,
+    CvtaTo,
+    Div,
+    Fma,
+    Ld,
+    Lop3,
+    Mad,
+    Max,
+    Min,
+    Mov,
+    Mul,
+    Neg,
+    Nop,
+    Not,
+    Or,
+    Pack,
+    Popc,
+    Prmt,
+    Rcp,
+    Rem,
+    Ret,
+    Selp,
+    Setp,
+    Shf,
+    Shl,
+    Shr,
+    Sqrt,
+    St,
+    Sub,
+    Testp,
+    Trap,
+    Unpack,
+    Xor,
 };
 
 enum class Compare : uint8_t {
-    Eq, Ne, Lt, Le, Gt, Ge, Lo, Ls, Hi, Hs, Equ, Neu, Ltu, Leu, Gtu, Geu, Num, Nan,
+    Eq,
+    Ne,
+    Lt,
+    Le,
+    Gt,
+    Ge,
+    Lo,
+    Ls,
+    Hi,
+    Hs,
+    Equ,
+    Neu,
+    Ltu,
+    Leu,
+    Gtu,
+    Geu,
+    Num,
+    Nan,
 };
 enum class Bool : uint8_t { None, And, Or, Xor };
-enum class Half : uint8_t { Lo, Hi, Wide };        // which part of a product
+enum class Half : uint8_t { Lo, Hi, Wide }; // which part of a product
 enum class Round : uint8_t { None, Nearest, IntNearest, IntZero, IntDown, IntUp };
 enum class Test : uint8_t { Finite, Infinite, Number, NotANumber, Normal, Subnormal };
 enum class Atomic : uint8_t { Add, And, Or, Xor, Min, Max, Exch, Cas, Inc, Dec };
@@ -91,15 +181,29 @@ struct Insn {
     uint8_t results = 0, sources = 0; // used entries of d and s; for ld and st d holds the values, s[0] the address
     std::array<Operand, 8> d;
     std::array<Operand, 4> s;
-    int64_t offset = 0;             // ld, st, atom: added to the address
-    std::vector<uint32_t> targets;  // bra: one; brx.idx: all
+    int64_t offset = 0;            // ld, st, atom: added to the address
+    std::vector<uint32_t> targets; // bra: one; brx.idx: all
     int line = 0;
     std::string name; // the whole mnemonic, for messages and counts
 };
 
 // Special registers that differ between threads or blocks; their register numbers are 1 + the enumerator.
 enum class Special : uint8_t {
-    TidX, TidY, TidZ, NtidX, NtidY, NtidZ, CtaidX, CtaidY, CtaidZ, NctaidX, NctaidY, NctaidZ, LaneId, WarpId, Count,
+    TidX,
+    TidY,
+    TidZ,
+    NtidX,
+    NtidY,
+    NtidZ,
+    CtaidX,
+    CtaidY,
+    CtaidZ,
+    NctaidX,
+    NctaidY,
+    NctaidZ,
+    LaneId,
+    WarpId,
+    Count,
 };
 constexpr uint32_t special_register(Special s) { return 1 + static_cast<uint32_t>(s); }
 constexpr uint32_t kFirstDeclared = 1 + static_cast<uint32_t>(Special::Count);

@@ -28,8 +28,8 @@ struct Access {
 class Memory {
 public:
     virtual ~Memory() = default;
-    virtual void access(const Access &access) = 0;           // throws Fault when it is illegal
-    virtual void conflict(const std::string &what) = 0;      // unordered accesses inside the kernel
+    virtual void access(const Access &access) = 0;      // throws Fault when it is illegal
+    virtual void conflict(const std::string &what) = 0; // unordered accesses inside the kernel
     Order order;
 };
 

@@ -1,6 +1,6 @@
-// The operand forms of instructions.  A form takes the modifiers that the executor implements; one that is left over, and
-// a combination without a handler, is a load error.  Nothing is ever ignored because it "should not matter", except the
-// cache and memory-order hints listed here, which cannot change results in a simulator that is sequentially consistent.
+// The operand forms of instructions.  A form takes the modifiers that the executor implements; one that is left over,
+// and a combination without a handler, is a load error.  Nothing is ever ignored because it "should not matter", except
+// the cache and memory-order hints listed here, which cannot change results in a sequentially consistent simulator.
 #include <algorithm>
 
 #include "ptx_exec.hpp"
@@ -58,7 +58,8 @@ static Modifiers split(const std::string &mnemonic, std::string &opcode)
 
 bool Parser::literal(const std::string &word, bool negative, uint64_t &value)
 {
-    const bool hex_float = word.size() > 2 && word[0] == '0' && std::string_view("fFdD").find(word[1]) != std::string_view::npos;
+    const bool hex_float =
+        word.size() > 2 && word[0] == '0' && std::string_view("fFdD").find(word[1]) != std::string_view::npos;
     try {
         size_t used = 0;
         if (hex_float) {
@@ -81,7 +82,8 @@ bool Parser::literal(const std::string &word, bool negative, uint64_t &value)
 
 Operand Parser::constant(Constant c)
 {
-    const auto [found, added] = constant_index_.try_emplace({c.kind, c.value}, static_cast<uint32_t>(pending_constants_.size()));
+    const auto [found, added] =
+        constant_index_.try_emplace({c.kind, c.value}, static_cast<uint32_t>(pending_constants_.size()));
     if (added)
         pending_constants_.emplace_back(found->second, c);
     Operand o;
@@ -238,13 +240,26 @@ void Parser::form_multiply(Op op, int sources)
 void Parser::form_setp()
 {
     insn_.op = Op::Setp;
-    const bool known = take_one<Compare>(
-        mods_, {{"eq", Compare::Eq},   {"ne", Compare::Ne},   {"lt", Compare::Lt},   {"le", Compare::Le},
-                {"gt", Compare::Gt},   {"ge", Compare::Ge},   {"lo", Compare::Lo},   {"ls", Compare::Ls},
-                {"hi", Compare::Hi},   {"hs", Compare::Hs},   {"equ", Compare::Equ}, {"neu", Compare::Neu},
-                {"ltu", Compare::Ltu}, {"leu", Compare::Leu}, {"gtu", Compare::Gtu}, {"geu", Compare::Geu},
-                {"num", Compare::Num}, {"nan", Compare::Nan}},
-        insn_.compare);
+    const bool known = take_one<Compare>(mods_,
+                                         {{"eq", Compare::Eq},
+                                          {"ne", Compare::Ne},
+                                          {"lt", Compare::Lt},
+                                          {"le", Compare::Le},
+                                          {"gt", Compare::Gt},
+                                          {"ge", Compare::Ge},
+                                          {"lo", Compare::Lo},
+                                          {"ls", Compare::Ls},
+                                          {"hi", Compare::Hi},
+                                          {"hs", Compare::Hs},
+                                          {"equ", Compare::Equ},
+                                          {"neu", Compare::Neu},
+                                          {"ltu", Compare::Ltu},
+                                          {"leu", Compare::Leu},
+                                          {"gtu", Compare::Gtu},
+                                          {"geu", Compare::Geu},
+                                          {"num", Compare::Num},
+                                          {"nan", Compare::Nan}},
+                                         insn_.compare);
     if (!known)
         in_.fail("unsupported instruction '" + insn_.name + "'");
     take_one<Bool>(mods_, {{"and", Bool::And}, {"or", Bool::Or}, {"xor", Bool::Xor}}, insn_.combine);
@@ -263,8 +278,11 @@ void Parser::form_convert()
     const bool pair = insn_.type == Type::F16x2 || insn_.type == Type::BF16x2;
     insn_.op = pair ? Op::CvtPair : Op::Cvt;
     take_one<Round>(mods_,
-                    {{"rn", Round::Nearest}, {"rni", Round::IntNearest}, {"rzi", Round::IntZero},
-                     {"rmi", Round::IntDown}, {"rpi", Round::IntUp}},
+                    {{"rn", Round::Nearest},
+                     {"rni", Round::IntNearest},
+                     {"rzi", Round::IntZero},
+                     {"rmi", Round::IntDown},
+                     {"rpi", Round::IntUp}},
                     insn_.round);
     operands(1, pair ? 2 : 1);
 }
@@ -287,8 +305,12 @@ bool Parser::form_bits(const std::string &opcode)
     } else if (opcode == "testp") {
         insn_.op = Op::Testp;
         if (!take_one<Test>(mods_,
-                            {{"finite", Test::Finite}, {"infinite", Test::Infinite}, {"number", Test::Number},
-                             {"notanumber", Test::NotANumber}, {"normal", Test::Normal}, {"subnormal", Test::Subnormal}},
+                            {{"finite", Test::Finite},
+                             {"infinite", Test::Infinite},
+                             {"number", Test::Number},
+                             {"notanumber", Test::NotANumber},
+                             {"normal", Test::Normal},
+                             {"subnormal", Test::Subnormal}},
                             insn_.test))
             in_.fail("unsupported instruction '" + insn_.name + "'");
         operands(1, 1);
@@ -334,8 +356,11 @@ static void take_space(Modifiers &mods, Space &space)
         if (mods.take(function))
             mods.words.emplace_back(function.substr(0, function.find(':')));
     take_one<Space>(mods,
-                    {{"global", Space::Global}, {"param", Space::Param}, {"shared", Space::Shared},
-                     {"local", Space::Local}, {"const", Space::Const}},
+                    {{"global", Space::Global},
+                     {"param", Space::Param},
+                     {"shared", Space::Shared},
+                     {"local", Space::Local},
+                     {"const", Space::Const}},
                     space);
 }
 
@@ -343,9 +368,31 @@ void Parser::access_modifiers()
 {
     take_space(mods_, insn_.space);
     insn_.non_coherent = mods_.take("nc");
-    mods_.take_all({"ca", "cg", "cs", "lu", "cv", "wb", "wt", "volatile", "relaxed", "weak", "acquire", "release", "sys",
-                    "gpu", "cta", "L1::no_allocate", "L1::evict_last", "L1::evict_first", "L1::evict_normal",
-                    "L1::evict_unchanged", "L2::64B", "L2::128B", "L2::256B", "L2::evict_first", "L2::evict_last",
+    mods_.take_all({"ca",
+                    "cg",
+                    "cs",
+                    "lu",
+                    "cv",
+                    "wb",
+                    "wt",
+                    "volatile",
+                    "relaxed",
+                    "weak",
+                    "acquire",
+                    "release",
+                    "sys",
+                    "gpu",
+                    "cta",
+                    "L1::no_allocate",
+                    "L1::evict_last",
+                    "L1::evict_first",
+                    "L1::evict_normal",
+                    "L1::evict_unchanged",
+                    "L2::64B",
+                    "L2::128B",
+                    "L2::256B",
+                    "L2::evict_first",
+                    "L2::evict_last",
                     "L2::evict_normal"});
 }
 
@@ -411,9 +458,16 @@ void Parser::form_atomic(bool has_result)
     insn_.op = Op::Atom;
     access_modifiers();
     if (!take_one<Atomic>(mods_,
-                          {{"add", Atomic::Add}, {"and", Atomic::And}, {"or", Atomic::Or}, {"xor", Atomic::Xor},
-                           {"min", Atomic::Min}, {"max", Atomic::Max}, {"exch", Atomic::Exch}, {"cas", Atomic::Cas},
-                           {"inc", Atomic::Inc}, {"dec", Atomic::Dec}},
+                          {{"add", Atomic::Add},
+                           {"and", Atomic::And},
+                           {"or", Atomic::Or},
+                           {"xor", Atomic::Xor},
+                           {"min", Atomic::Min},
+                           {"max", Atomic::Max},
+                           {"exch", Atomic::Exch},
+                           {"cas", Atomic::Cas},
+                           {"inc", Atomic::Inc},
+                           {"dec", Atomic::Dec}},
                           insn_.atomic))
         in_.fail("unsupported instruction '" + insn_.name + "'");
     insn_.results = 1;

@@ -20,7 +20,10 @@ private:
     char peek(size_t ahead = 0) const { return at_ + ahead < text_.size() ? text_[at_ + ahead] : '\0'; }
     bool starts(const char *two) const { return peek() == two[0] && peek(1) == two[1]; }
 
-    static bool in_word(char c) { return std::isalnum(static_cast<unsigned char>(c)) || c == '_' || c == '.' || c == '$' || c == '%'; }
+    static bool in_word(char c)
+    {
+        return std::isalnum(static_cast<unsigned char>(c)) || c == '_' || c == '.' || c == '$' || c == '%';
+    }
 
     void emit(size_t length)
     {
@@ -72,9 +75,6 @@ private:
 
 } // namespace
 
-std::vector<Token> tokenize(const std::string &text)
-{
-    return Lexer(text).run();
-}
+std::vector<Token> tokenize(const std::string &text) { return Lexer(text).run(); }
 
 } // namespace ptx

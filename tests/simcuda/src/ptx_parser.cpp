@@ -10,11 +10,10 @@ namespace ptx {
 bool find_type(std::string_view name, Type &out)
 {
     static const std::map<std::string_view, Type> types = {
-        {"pred", Type::Pred}, {"b8", Type::B8},     {"s8", Type::S8},     {"u8", Type::U8},
-        {"b16", Type::B16},   {"s16", Type::S16},   {"u16", Type::U16},   {"f16", Type::F16},
-        {"bf16", Type::BF16}, {"b32", Type::B32},   {"s32", Type::S32},   {"u32", Type::U32},
-        {"f32", Type::F32},   {"b64", Type::B64},   {"s64", Type::S64},   {"u64", Type::U64},
-        {"f64", Type::F64},   {"f16x2", Type::F16x2}, {"bf16x2", Type::BF16x2},
+        {"pred", Type::Pred}, {"b8", Type::B8},   {"s8", Type::S8},       {"u8", Type::U8},         {"b16", Type::B16},
+        {"s16", Type::S16},   {"u16", Type::U16}, {"f16", Type::F16},     {"bf16", Type::BF16},     {"b32", Type::B32},
+        {"s32", Type::S32},   {"u32", Type::U32}, {"f32", Type::F32},     {"b64", Type::B64},       {"s64", Type::S64},
+        {"u64", Type::U64},   {"f64", Type::F64}, {"f16x2", Type::F16x2}, {"bf16x2", Type::BF16x2},
     };
     const auto found = types.find(name);
     if (found == types.end())
@@ -91,9 +90,9 @@ void Cursor::skip_braces()
 void Parser::run()
 {
     for (int s = 0; s < static_cast<int>(Special::Count); s++) {
-        static const char *const names[] = {"%tid.x",   "%tid.y",   "%tid.z",    "%ntid.x",   "%ntid.y",
-                                            "%ntid.z",  "%ctaid.x", "%ctaid.y",  "%ctaid.z",  "%nctaid.x",
-                                            "%nctaid.y", "%nctaid.z", "%laneid", "%warpid"};
+        static const char *const names[] = {"%tid.x",    "%tid.y",    "%tid.z",   "%ntid.x",  "%ntid.y",
+                                            "%ntid.z",   "%ctaid.x",  "%ctaid.y", "%ctaid.z", "%nctaid.x",
+                                            "%nctaid.y", "%nctaid.z", "%laneid",  "%warpid"};
         name(names[s], {Symbol::Register, special_register(static_cast<Special>(s))});
     }
     while (!in_.done())
@@ -330,10 +329,7 @@ void Parser::branch_targets(const std::string &label)
     in_.expect(";");
 }
 
-void Parser::name(const std::string &name, Symbol symbol)
-{
-    scopes_.back()[name] = symbol;
-}
+void Parser::name(const std::string &name, Symbol symbol) { scopes_.back()[name] = symbol; }
 
 const Symbol *Parser::find(const std::string &name) const
 {

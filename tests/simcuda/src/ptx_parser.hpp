@@ -115,8 +115,8 @@ private:
     Modifiers mods_;
     std::vector<std::map<std::string, Symbol>> scopes_{1};
     std::map<std::string, uint32_t> labels_;
-    std::map<std::string, std::vector<std::string>> tables_;                // .branchtargets
-    std::vector<std::pair<size_t, std::vector<std::string>>> unresolved_;   // instruction -> labels
+    std::map<std::string, std::vector<std::string>> tables_;              // .branchtargets
+    std::vector<std::pair<size_t, std::vector<std::string>>> unresolved_; // instruction -> labels
     std::vector<std::pair<size_t, std::string>> unresolved_tables_;
     std::vector<std::pair<uint32_t, Constant>> pending_constants_;
     std::map<std::pair<int, uint64_t>, uint32_t> constant_index_;

@@ -21,10 +21,10 @@ CUresult submit(Stream &stream, const Work &work, Lock &lock);
 // Orders the next operation of the stream after `op`.
 void wait_for(Stream &stream, const OpPtr &op);
 
-void progress(Lock &lock);                // what the schedule does at every call
-void poll(const OpPtr &op, Lock &lock);   // what it does at a query
-void force(const OpPtr &op, Lock &lock);  // returns when the operation is done
-void drain(Lock &lock);                   // returns when nothing is queued
+void progress(Lock &lock);               // what the schedule does at every call
+void poll(const OpPtr &op, Lock &lock);  // what it does at a query
+void force(const OpPtr &op, Lock &lock); // returns when the operation is done
+void drain(Lock &lock);                  // returns when nothing is queued
 int step(int n, Lock &lock);
 void host_waits_for(const OpPtr &op, Lock &lock); // a synchronising call: force, and the host knows
 

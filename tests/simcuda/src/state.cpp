@@ -30,7 +30,8 @@ Context *current_context()
 Device *device_at(int ordinal)
 {
     const auto &devices = state().machine.devices;
-    return ordinal >= 0 && static_cast<size_t>(ordinal) < devices.size() ? devices[static_cast<size_t>(ordinal)].get() : nullptr;
+    return ordinal >= 0 && static_cast<size_t>(ordinal) < devices.size() ? devices[static_cast<size_t>(ordinal)].get()
+                                                                         : nullptr;
 }
 
 static std::set<std::string> split_list(const std::string &list)
@@ -76,10 +77,7 @@ void configure_from_environment()
     s.memory.host_is_device = get("SIMCUDA_HOST_MEMORY", "0") != "0";
 }
 
-void report(const std::string &kind, const std::string &text)
-{
-    state().report.add(kind, text);
-}
+void report(const std::string &kind, const std::string &text) { state().report.add(kind, text); }
 
 // ---------------------------------------------------------------------------------------------- accesses
 
@@ -106,13 +104,14 @@ void touch_range(const Range &range, uint64_t low, uint64_t high, AccessKind kin
         drop_watches(low, high);
     s.history.access(low, high, kind, actor, [&](uint64_t from, uint64_t to, const History::Earlier &e, bool ordered) {
         const uint64_t begin = std::max(from, low) - range.base, end = std::min(to, high) - range.base;
-        const std::string bytes = " bytes [" + std::to_string(begin) + ", " + std::to_string(end) + ") of " + range.label;
+        const std::string bytes =
+            " bytes [" + std::to_string(begin) + ", " + std::to_string(end) + ") of " + range.label;
         const std::string &earlier = s.history.label(e.label);
         if (ordered)
             report("USE-AFTER-FREE", actor.label + " would " + verb(kind) + bytes + ", freed by " + earlier);
         else
-            report("RACE", std::string(verb(e.kind)) + " by <" + earlier + "> and " + verb(kind) + " by <" + actor.label +
-                               "> are unordered:" + bytes);
+            report("RACE", std::string(verb(e.kind)) + " by <" + earlier + "> and " + verb(kind) + " by <" +
+                               actor.label + "> are unordered:" + bytes);
     });
 }
 
@@ -125,7 +124,8 @@ void touch(const void *base, size_t bytes, AccessKind kind, const Actor &actor)
         if (range == nullptr) // host memory that is no business of the device
             return;
         if (high > range->end() && range->kind != Range::Implicit && !state().memory.find_or_add(range->end())) {
-            report("OUT-OF-BOUNDS", actor.label + " runs " + std::to_string(high - range->end()) + " bytes past " + range->label);
+            report("OUT-OF-BOUNDS",
+                   actor.label + " runs " + std::to_string(high - range->end()) + " bytes past " + range->label);
             touch_range(*range, low, range->end(), kind, actor);
             return;
         }
@@ -150,8 +150,8 @@ void watch(const void *base, size_t bytes, const Op &op)
     state().watches.push_back({base, bytes, fingerprint(base, bytes), op.actor.epoch, op.actor.label});
 }
 
-// Called before the host learns anything new, so that a change made too early is seen in every schedule, also in one that
-// had already run the copy.
+// Called before the host learns anything new, so that a change made too early is seen in every schedule, also in one
+// that had already run the copy.
 void check_watches()
 {
     State &s = state();
@@ -163,7 +163,8 @@ void check_watches()
         if (fingerprint(w.base, w.bytes) == w.hash)
             left.push_back(std::move(w));
         else
-            report("STAGING-OVERWRITE", "the host changed " + range->label + " before it knew that <" + w.label + "> had read it");
+            report("STAGING-OVERWRITE",
+                   "the host changed " + range->label + " before it knew that <" + w.label + "> had read it");
     }
     s.watches = std::move(left);
 }
