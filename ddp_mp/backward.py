@@ -75,6 +75,11 @@ class Backward:
             old.copies = None
         self.low, self.reducer = low, reducer
 
+    def abandon(self) -> None:
+        """The model is not patched any more: a backward of an earlier forward is an error from now on."""
+        for waiting in self.passes:
+            waiting.abandoned = True
+
     def drop_dead(self) -> None:
         """Cleans up after a backward that ended with an error outside our hooks, which nothing reports.
 

@@ -106,6 +106,8 @@ class _Group:
         )
 
     def new_arenas(self) -> _Arenas:
+        for index in range(len(self.rows)):
+            self._require_shape(index)
         with torch.inference_mode(False), torch.no_grad():
             return _Arenas(self.rows, self.engine, self.dtype, self.device)
 
@@ -126,18 +128,21 @@ class _Group:
 
     def _take_up(self, moved: list[int]) -> None:
         for index in moved:
-            row = self.rows[index]
-            if row.param.shape != self.shapes[index]:
-                raise ValueError(
-                    f"parameter {row.name!r}: expected shape {tuple(self.shapes[index])}, found {tuple(row.param.shape)}; "
-                    "DistributedDataParallel cannot take another shape: wrap the module again"
-                )
+            self._require_shape(index)
         for index in moved:
             row, old = self.rows[index], self.masters[index]
             if row.param.dtype is not old.dtype or row.param.stride() != old.stride() or row.param.device != old.device:
                 raise ReplacedError  # another type, layout or device: the plan is built anew
             self.masters[index] = row.param.data
             self.engine.rebind_master(index, self.masters[index])
+
+    def _require_shape(self, index: int) -> None:
+        row = self.rows[index]
+        if row.param.shape != self.shapes[index]:
+            raise ValueError(
+                f"parameter {row.name!r}: expected shape {tuple(self.shapes[index])}, found {tuple(row.param.shape)}; "
+                "DistributedDataParallel cannot take another shape: wrap the module again"
+            )
 
 
 class _Fallback:

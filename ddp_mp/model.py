@@ -112,6 +112,7 @@ class PatchedModel:
         self.expose()
         self.low.switch_back()
         self.low.release()
+        self.backward.abandon()
         self.forward.detach()
         self.guards.detach()
         self.reducer.detach()

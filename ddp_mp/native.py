@@ -15,7 +15,7 @@ from torch.nn.parallel import distributed as upstream
 from .standin import LoggerStandIn
 
 # Attributes that PyTorch's mixed precision leaves on a parameter and on the wrapper.
-_PARAM_ATTRIBUTES = ("_mp_param", "_fp_param", "_ddp_mp_hook_state")
+_PARAM_ATTRIBUTES = ("_mp_param", "_fp_param", "_ddp_mp_hook_state", "_idx")
 _DDP_ATTRIBUTES = ("_mp_stream", "_submodule_to_event")
 
 

@@ -19,14 +19,16 @@ class Pass:
         epoch: the epoch of ``LowPrecision`` that its gradient accumulators belong to.
         sync: whether its backward is to be reduced; set at the end of the wrapper's forward, used up by one backward.
         done: whether a backward has gone through it.
+        abandoned: the model is not patched any more: a backward would leave low-precision gradients.
     """
 
-    __slots__ = ("_anchor", "copies", "done", "epoch", "sync")
+    __slots__ = ("_anchor", "abandoned", "copies", "done", "epoch", "sync")
 
     def __init__(self, copies: Copies | None, epoch: int) -> None:
         self.copies, self.epoch = copies, epoch
         self.sync = False
         self.done = False
+        self.abandoned = False
         self._anchor: weakref.ref[OutputHook] | None = None
 
     @property
@@ -59,4 +61,9 @@ class OutputHook:
         self._pass, self._on_backward = owner, on_backward
 
     def __call__(self, grad: Any) -> None:
+        if self._pass.abandoned:
+            raise RuntimeError(
+                "ddp_mp: the model was unpatched, or its wrapper dropped, after the forward that this backward belongs to: "
+                "gradients would be in low precision and not reduced; run the forward again"
+            )
         self._on_backward(self._pass)

@@ -134,7 +134,7 @@ def test_hook_that_returns_something_else_than_a_tensor_is_named(rank: Rank) -> 
         return future
 
     trial.ddp.register_comm_hook(None, hook)
-    with pytest.raises(TypeError, match="communication hook.*str"):
+    with pytest.raises(TypeError, match=r"communication hook.*str"):
         square_step(trial.ddp, torch.randn(4, 8))
     trial.check()
 

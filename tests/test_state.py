@@ -1,0 +1,778 @@
+"""State that users save, load, copy and ask for: it is full precision at any time, and nothing of ours stays behind."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from modules import Two, column, mlp, scalar, vectors
+from oracle import BF16, F32, FP16, Trial, mean_square, require_same, square_step
+from ranks import Rank, on_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
+
+import ddp_mp
+
+MIXED = ddp_mp.MixedPrecision(BF16, F32)
+
+#: Times at which parameters may be copies: name -> brings a trial there, and ends what it began.
+MOMENTS = ("new", "after_forward", "after_backward", "after_evaluation", "after_error", "in_forward", "after_step")
+
+
+def at(moment: str, trial: Trial, act: Callable[[], None]) -> None:
+    """Calls ``act`` at a moment of training."""
+    x = torch.randn(4, 8)
+    if moment == "after_forward":
+        loss = mean_square(trial.ddp, x)
+        act()
+        loss.backward()
+    elif moment == "after_evaluation":
+        trial.ddp(x)
+        act()
+    elif moment == "after_error":
+        with pytest.raises(RuntimeError):
+            trial.ddp(torch.randn(4, 9))
+        act()
+    elif moment == "in_forward":
+        handle = trial.module.register_forward_hook(lambda *_: act())
+        square_step(trial.ddp, x)
+        handle.remove()
+    else:
+        if moment != "new":
+            square_step(trial.ddp, x)
+        if moment == "after_step":
+            torch.optim.SGD(trial.module.parameters(), lr=0.0).step()
+        act()
+    trial.zero_grad()
+
+
+# --- saving --------------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_state_dict_at_any_time_is_full_precision(rank: Rank, moment: str) -> None:
+    trial = Trial(rank, mlp())
+    want = {name: p.detach().clone() for name, p in trial.oracle.module.named_parameters()}
+    seen: list[int] = []
+
+    def act() -> None:
+        for prefix, state in (("module.", trial.ddp.state_dict()), ("", trial.module.state_dict())):
+            for name, value in want.items():
+                require_same(name, state[prefix + name], value)
+        require_same("part", trial.module[2].state_dict()["weight"], want["2.weight"])
+        seen.append(1)
+
+    at(moment, trial, act)
+    assert seen
+    trial.train(vectors())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("moment", [m for m in MOMENTS if m != "in_forward"])
+def test_deepcopy_at_any_time_is_an_ordinary_module(rank: Rank, moment: str) -> None:
+    trial = Trial(rank, mlp())
+    copies: list[nn.Module] = []
+    at(moment, trial, lambda: copies.extend([copy.deepcopy(trial.module), copy.deepcopy(trial.module[2])]))
+    whole, part = copies
+    for copied, original in ((whole, trial.oracle.module), (part, trial.oracle.module[2])):
+        for (name, got), want in zip(copied.named_parameters(), original.parameters(), strict=True):
+            require_same(name, got, want)
+    require_ordinary(whole)
+    require_ordinary(part)
+    assert whole(torch.randn(2, 8)).dtype is F32
+    with torch.no_grad():
+        whole[0].weight.zero_()
+    trial.check()
+    Trial(rank, part).train(vectors())
+    trial.train(vectors())
+
+
+@on_ranks(2)
+def test_deepcopy_as_an_average_model_follows_training(rank: Rank) -> None:
+    trial = Trial(rank, mlp())
+    average = torch.optim.swa_utils.AveragedModel(trial.module)
+    expected = copy.deepcopy(trial.oracle.module)
+    optimizer = torch.optim.SGD(trial.module.parameters(), lr=0.1)
+    for seed in range(3):
+        trial.backward(square_step, rank.inputs(vectors(), seed))
+        optimizer.step()
+        trial.oracle_step(torch.optim.SGD(trial.oracle.module.parameters(), lr=0.1))
+        trial.zero_grad()
+        with torch.no_grad():
+            trial.ddp(torch.randn(4, 8))
+        average.update_parameters(trial.module)
+        for mean, new in zip(expected.parameters(), trial.oracle.module.parameters(), strict=True):
+            mean.data = new.data.clone() if seed == 0 else mean.data + (new.data - mean.data) / (seed + 1)
+    for got, want in zip(average.module.parameters(), expected.parameters(), strict=True):
+        require_same("average", got, want, 1e-6)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("moment", ["new", "after_forward", "after_backward"])
+def test_pickle_and_save_of_module_and_wrapper_are_full_precision(rank: Rank, moment: str) -> None:
+    trial = Trial(rank, mlp())
+    loaded: list[nn.Module] = []
+
+    def act() -> None:
+        file = io.BytesIO()
+        torch.save(trial.module, file)
+        file.seek(0)
+        loaded.append(torch.load(file, weights_only=False))
+        loaded.append(pickle.loads(pickle.dumps(trial.module)))
+
+    at(moment, trial, act)
+    for module in loaded:
+        require_ordinary(module)
+        for (name, got), want in zip(module.named_parameters(), trial.oracle.module.parameters(), strict=True):
+            require_same(name, got, want)
+    trial.train(vectors())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("moment", ["new", "after_forward", "after_backward"])
+def test_deepcopy_of_the_wrapper_is_an_unpatched_full_precision_wrapper(rank: Rank, moment: str) -> None:
+    trial = Trial(rank, mlp())
+    copies: list[DistributedDataParallel] = []
+    # process groups are not copied: DistributedDataParallel pickles without its own, and unpickles with the default
+    at(moment, trial, lambda: copies.append(pickle.loads(pickle.dumps(trial.ddp))))
+    (twin,) = copies
+    assert not ddp_mp.is_patched(twin)
+    for (name, got), want in zip(twin.module.named_parameters(), trial.oracle.module.parameters(), strict=True):
+        require_same(name, got, want)
+    twin(torch.randn(4, 8)).sum().backward()
+    assert all(p.grad.dtype is F32 for p in twin.module.parameters())
+    twin.zero_grad()
+    twin_trial = Trial(rank, mlp())
+    twin_trial.ddp, twin_trial.module = ddp_mp.patch(twin, mixed_precision=MIXED), twin.module
+    for mine, theirs in zip(twin_trial.oracle.module.parameters(), twin.module.parameters(), strict=True):
+        mine.data.copy_(theirs.data)
+    twin_trial.train(vectors())
+    trial.train(vectors())
+
+
+def require_ordinary(module: nn.Module) -> None:
+    """Nothing of ours is on the module, its parameters or its hooks."""
+    for inner in module.modules():
+        assert "__getstate__" not in inner.__dict__, f"{inner}: __getstate__"
+        for name in inner.__dict__:
+            assert "ddp_mp" not in name, f"{inner}: {name}"
+            if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
+                assert not inner.__dict__[name], f"{inner}: {name}"
+    for name, param in module.named_parameters():
+        assert set(param.__dict__) <= {"_is_leaf"}, f"{name}: {param.__dict__}"
+        assert param.dtype is not BF16, name
+        assert not param._post_accumulate_grad_hooks, name
+        assert not param._backward_hooks, name
+
+
+# --- loading -------------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("moment", [m for m in MOMENTS if m not in ("in_forward", "after_forward")])
+def test_load_state_dict_at_any_time_reaches_the_masters(rank: Rank, moment: str, assign: bool, reuse: bool) -> None:
+    trial = Trial(rank, mlp(), options={"reuse_unchanged": reuse, "prefetch": reuse})
+    torch.manual_seed(5)
+    state = {name: torch.randn_like(p) for name, p in trial.oracle.module.named_parameters()}
+
+    def act() -> None:
+        trial.module.load_state_dict({name: value.clone() for name, value in state.items()}, assign=assign)
+
+    at(moment, trial, act)
+    trial.oracle.module.load_state_dict(state)
+    trial.check()
+    trial.train(vectors())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("whose", ["wrapper", "part"])
+def test_load_state_dict_between_forward_and_backward_keeps_both(rank: Rank, whose: str) -> None:
+    trial = Trial(rank, mlp())
+    xs = rank.inputs(vectors())
+    loss = mean_square(trial.ddp, xs[rank.index])
+    trial.oracle.backward(square_step, xs)
+    state = {name: torch.full_like(p, 0.123456789) for name, p in trial.oracle.module.named_parameters()}
+    if whose == "wrapper":
+        trial.ddp.load_state_dict({f"module.{name}": value for name, value in state.items()})
+        trial.oracle.module.load_state_dict(state)
+    else:
+        part = {"weight": state["2.weight"], "bias": state["2.bias"]}
+        trial.module[2].load_state_dict(part)
+        trial.oracle.module[2].load_state_dict(part)
+    # loading writes in place, which PyTorch reports for graphs that need the old values
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    trial.zero_grad()
+    with ddp_mp.full_precision(trial.ddp):
+        trial.check()
+    trial.train(vectors(), seed=5)
+
+
+@on_ranks(2)
+def test_load_state_dict_by_swapping_tensors_is_used_or_named(rank: Rank) -> None:
+    trial = Trial(rank, scalar())
+    trial.ddp(column(1)).sum().backward()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        trial.module.load_state_dict({"weight": torch.full((1, 1), 7.0)})
+    except RuntimeError as error:
+        assert "weight" in str(error)
+        return
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    with torch.no_grad():
+        assert trial.ddp(column(1)).item() == 7.0
+    trial.zero_grad()
+    trial.ddp(column(3)).sum().backward()
+    assert trial.module.weight.grad.item() == 3.0
+
+
+@on_ranks(2)
+def test_parameter_data_replaced_is_the_master_from_then_on(rank: Rank) -> None:
+    trial = Trial(rank, mlp())
+    for seed in range(3):
+        torch.manual_seed(seed)
+        for ours, theirs in zip(trial.module.parameters(), trial.oracle.module.parameters(), strict=True):
+            ours.data = torch.randn_like(ours)
+            theirs.data = ours.data.clone()
+        trial.backward(square_step, rank.inputs(vectors(), seed))
+        trial.check()
+        trial.zero_grad()
+
+
+@on_ranks(2)
+def test_parameter_object_replaced_is_trained(rank: Rank) -> None:
+    trial = Trial(rank, mlp()).train(vectors())
+    torch.manual_seed(3)
+    trial.module[0].weight = nn.Parameter(torch.randn(8, 8))
+    trial.oracle.module[0].weight.data = trial.module[0].weight.detach().clone()
+    trial.train(vectors(), seed=20)
+    assert ddp_mp.stats(trial.ddp).rebuilds == 1
+
+
+@on_ranks(2)
+def test_parameter_module_replaced_is_trained(rank: Rank) -> None:
+    trial = Trial(rank, Two()).train(vectors())
+    torch.manual_seed(3)
+    trial.module.b = nn.Linear(8, 8)
+    trial.oracle.module.b.load_state_dict(trial.module.b.state_dict())
+    trial.train(vectors(), seed=20)
+
+
+@on_ranks(2)
+def test_parameter_of_another_shape_is_refused_by_name(rank: Rank) -> None:
+    for place in ("data", "object"):
+        trial = Trial(rank, mlp())
+        if place == "data":
+            trial.module[2].weight.data = torch.randn(8, 9)
+        else:
+            trial.module[2].weight = nn.Parameter(torch.randn(8, 9))
+        with pytest.raises(ValueError, match=r"2\.weight.*\(8, 8\).*\(8, 9\).*wrap the module again"):
+            trial.ddp(torch.randn(4, 8))
+        assert trial.module[0].weight.dtype is F32
+
+
+@on_ranks(2)
+def test_parameter_added_is_refused_by_name_unless_frozen(rank: Rank) -> None:
+    trial = Trial(rank, Two())
+    trial.module.register_parameter("extra", nn.Parameter(torch.ones(1)))
+    with pytest.raises(RuntimeError, match=r"'extra'.*wrap the module again"):
+        trial.ddp(torch.randn(4, 8))
+    trial.module.extra.requires_grad_(False)
+    assert trial.ddp(torch.randn(4, 8)).dtype is BF16
+    del trial.module.extra
+    trial.train(vectors())
+
+
+@on_ranks(2)
+def test_module_converted_to_another_type_follows_or_is_named(rank: Rank) -> None:
+    trial = Trial(rank, mlp()).train(vectors())
+    trial.module.double()
+    trial.oracle.module.double()
+    trial.train(vectors(), seed=10)
+    assert trial.module[0].weight.dtype is torch.float64
+
+
+@on_ranks(2)
+def test_parameters_named_by_one_optimizer_stay_the_same_objects(rank: Rank) -> None:
+    model = mlp()
+    before = [id(p) for p in model.parameters()]
+    trial = Trial(rank, model).train(vectors())
+    ddp_mp.unpatch(trial.ddp)
+    assert [id(p) for p in model.parameters()] == before
+
+
+# --- full precision on request -------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("moment", [m for m in MOMENTS if m != "in_forward"])
+def test_full_precision_at_any_time_shows_masters(rank: Rank, moment: str) -> None:
+    trial = Trial(rank, mlp())
+
+    def act() -> None:
+        with ddp_mp.full_precision(trial.ddp):
+            for got, want in zip(trial.module.parameters(), trial.oracle.module.parameters(), strict=True):
+                require_same("master", got, want)
+
+    at(moment, trial, act)
+    trial.train(vectors())
+
+
+@on_ranks(2)
+def test_full_precision_between_forward_and_backward_does_not_disturb_it(rank: Rank) -> None:
+    trial = Trial(rank, mlp())
+    for seed in range(2):
+        xs = rank.inputs(vectors(), seed)
+        loss = mean_square(trial.ddp, xs[rank.index])
+        with ddp_mp.full_precision(trial.ddp):
+            trial.module.state_dict()
+        loss.backward()
+        trial.oracle.backward(square_step, xs)
+        trial.check()
+        trial.zero_grad()
+
+
+@on_ranks(2)
+def test_full_precision_of_an_unpatched_model_does_nothing(rank: Rank) -> None:
+    ddp = DistributedDataParallel(scalar())
+    with ddp_mp.full_precision(ddp):
+        assert ddp.module.weight.dtype is F32
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("options", [{}, {"prefetch": True}, {"reuse_unchanged": True}], ids=str)
+def test_masters_changed_after_an_invisible_write_casts_again(rank: Rank, options: dict[str, Any]) -> None:
+    trial = Trial(rank, scalar(0.5), options=options)
+    optimizer = torch.optim.SGD(trial.module.parameters(), lr=0.0)
+    trial.ddp(column(1)).sum().backward()
+    optimizer.step()
+    trial.module.weight.data.fill_(0.75)
+    ddp_mp.masters_changed(trial.ddp)
+    assert trial.ddp(column(1)).item() == 0.75
+    kept = trial.ddp(column(1))  # copies are in place now
+    with ddp_mp.full_precision(trial.ddp):
+        trial.module.weight.data.fill_(1.5)
+    ddp_mp.masters_changed(trial.ddp)
+    assert trial.ddp(column(1)).item() == 1.5
+    del kept
+
+
+@on_ranks(2)
+def test_masters_changed_of_an_unpatched_model_is_an_error(rank: Rank) -> None:
+    with pytest.raises(ValueError, match="not patched"):
+        ddp_mp.masters_changed(DistributedDataParallel(scalar()))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "options", [{"prefetch": True}, {"reuse_unchanged": True}, {"prefetch": True, "reuse_unchanged": True}], ids=str
+)
+def test_options_that_reuse_copies_train_as_without(rank: Rank, names: tuple[str, ...]) -> None:
+    trial = Trial(rank, mlp(), options=dict.fromkeys(names, True))
+    for repeat, make in enumerate(
+        (
+            lambda ps: torch.optim.SGD(ps, lr=0.1),
+            lambda ps: torch.optim.AdamW(ps, lr=0.01, fused=True),
+            lambda ps: torch.optim.Adam(ps, lr=0.01, foreach=True),
+        )
+    ):
+        trial.train(vectors(), steps=3, accumulate=2, optimizer=make, seed=100 * repeat)
+        with torch.no_grad():
+            trial.ddp(torch.randn(4, 8))
+            trial.module[0].weight.mul_(1.25)
+            trial.oracle.module[0].weight.mul_(1.25)
+    counters = ddp_mp.stats(trial.ddp)
+    assert counters.casts + counters.skipped >= counters.forwards
+    if "reuse_unchanged" in names:
+        assert counters.skipped > 0
+
+
+@on_ranks(2)
+def test_options_prefetch_with_an_optimizer_of_some_parameters_trains_as_without(rank: Rank) -> None:
+    trial = Trial(rank, mlp(), options={"prefetch": True})
+    ours = [torch.optim.SGD(trial.module[k].parameters(), lr=0.1) for k in (0, 2)]
+    theirs = [torch.optim.SGD(trial.oracle.module[k].parameters(), lr=0.1) for k in (0, 2)]
+    for seed in range(4):
+        trial.backward(square_step, rank.inputs(vectors(), seed))
+        trial.check()
+        for optimizer in ours:
+            optimizer.step()
+        for optimizer in theirs:
+            trial.oracle_step(optimizer)
+        trial.zero_grad()
+
+
+# --- patching and unpatching ---------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("moment", [m for m in MOMENTS if m != "in_forward"])
+def test_unpatch_at_any_time_leaves_an_ordinary_model_that_trains(rank: Rank, moment: str) -> None:
+    trial = Trial(rank, mlp(), how="later")
+
+    def act() -> None:
+        assert ddp_mp.unpatch(trial.ddp) is trial.ddp
+        assert not ddp_mp.is_patched(trial.ddp)
+        for got, want in zip(trial.module.parameters(), trial.oracle.module.parameters(), strict=True):
+            require_same("master", got, want)
+
+    if moment == "after_forward":
+        mean_square(trial.ddp, torch.randn(4, 8))
+        act()
+    else:
+        at(moment, trial, act)
+    trial.zero_grad()
+    assert {"_ddp_mp", "register_comm_hook", "_register_fused_optim", "__getstate__"}.isdisjoint(trial.ddp.__dict__)
+    assert trial.ddp.mixed_precision is None
+    for seed in range(3):
+        xs = rank.inputs(vectors(), seed)
+        output = trial.ddp(xs[rank.index])
+        assert output.dtype is F32
+        output.square().mean().backward()
+        reference = copy.deepcopy(trial.oracle.module)
+        sum(reference(x).square().mean() for x in xs).div(rank.size).backward()
+        for got, want in zip(trial.module.parameters(), reference.parameters(), strict=True):
+            require_same("gradient", got.grad, want.grad, 1e-5)
+        trial.zero_grad()
+    ddp_mp.patch(trial.ddp, mixed_precision=MIXED)
+    trial.train(vectors())
+    ddp_mp.unpatch(trial.ddp)
+    require_ordinary(trial.module)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["unpatch", "drop"])
+def test_unpatch_after_forward_makes_its_backward_an_error(rank: Rank, how: str) -> None:
+    trial = Trial(rank, scalar(), how="later")
+    weight = trial.module.weight
+    loss = trial.ddp(column(rank.index + 1)).sum()
+    if how == "unpatch":
+        ddp_mp.unpatch(trial.ddp)
+    else:
+        del trial
+        gc.collect()
+    with pytest.raises(RuntimeError, match="run the forward again"):
+        loss.backward()
+    assert weight.dtype is F32
+    assert weight.grad is None
+
+
+@on_ranks(2)
+def test_unpatch_of_a_model_built_with_mixed_precision_gives_pytorchs_own_back(rank: Rank) -> None:
+    trial = Trial(rank, mlp())
+    ddp_mp.unpatch(trial.ddp)
+    assert trial.ddp.mixed_precision is trial.precision
+    names = {getattr(hook, "__name__", "") for hook in trial.module._forward_pre_hooks.values()}
+    assert {"_root_copy_hook", "_module_wait_for_copy_hook"} <= names
+    assert all(p._mp_param.dtype is BF16 for p in trial.module.parameters())
+    ddp_mp.patch(trial.ddp)
+    names = {getattr(hook, "__name__", "") for hook in trial.module._forward_pre_hooks.values()}
+    assert names.isdisjoint({"_root_copy_hook", "_module_wait_for_copy_hook"})
+    assert not any(hasattr(p, "_mp_param") for p in trial.module.parameters())
+    trial.train(vectors())
+
+
+@on_ranks(2)
+def test_unpatch_of_an_unpatched_model_does_nothing(rank: Rank) -> None:
+    ddp = DistributedDataParallel(scalar())
+    before = dict(ddp.__dict__)
+    assert ddp_mp.unpatch(ddp) is ddp
+    assert ddp.__dict__ == before
+
+
+@on_ranks(2)
+def test_patch_is_idempotent_and_says_what_differs(rank: Rank) -> None:
+    ddp = DistributedDataParallel(mlp(), mixed_precision=MIXED)
+    assert not ddp_mp.is_patched(ddp)
+    options = ddp_mp.Options(bucket_mb=3)
+    assert ddp_mp.patch(ddp, options=options) is ddp
+    inside = ddp.__dict__["_ddp_mp"]
+    for arguments in ({}, {"mixed_precision": MIXED}, {"options": ddp_mp.Options(bucket_mb=3)}):
+        assert ddp_mp.patch(ddp, **arguments) is ddp
+    assert ddp.__dict__["_ddp_mp"] is inside
+    with pytest.raises(ValueError, match="bfloat16"):
+        ddp_mp.patch(ddp, mixed_precision=ddp_mp.MixedPrecision(FP16, F32))
+    with pytest.raises(ValueError, match="bucket_mb=3"):
+        ddp_mp.patch(ddp, options=ddp_mp.Options())
+    assert ddp_mp.is_patched(ddp)
+
+
+@on_ranks(2)
+def test_patch_refuses_what_it_cannot_train_right(rank: Rank) -> None:
+    with pytest.raises(TypeError, match="DistributedDataParallel"):
+        ddp_mp.patch(scalar())  # type: ignore[type-var]
+    with pytest.raises(TypeError, match="Options"):
+        ddp_mp.patch(DistributedDataParallel(scalar(), mixed_precision=MIXED), options="all")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"mixed_precision=.*ddp_mp\.patch\(ddp, mixed_precision="):
+        ddp_mp.patch(DistributedDataParallel(scalar()))
+    with pytest.raises(TypeError, match="mixed_precision"):
+        ddp_mp.patch(DistributedDataParallel(scalar()), mixed_precision=BF16)  # type: ignore[arg-type]
+
+
+@on_ranks(2)
+def test_patch_refuses_an_optimizer_inside_backward(rank: Rank) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.distributed.optim import _apply_optimizer_in_backward
+
+    module = scalar()
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    ddp = DistributedDataParallel(module)
+    with pytest.raises(RuntimeError, match=r"optimizer.*inside backward"):
+        ddp_mp.patch(ddp, mixed_precision=MIXED)
+    assert not ddp_mp.is_patched(ddp)
+    patched = ddp_mp.patch(DistributedDataParallel(scalar()), mixed_precision=MIXED)
+    with pytest.raises(RuntimeError, match="inside backward"):
+        patched._register_fused_optim(torch.optim.SGD, lr=0.1)
+
+
+@on_ranks(2)
+def test_patch_refuses_delayed_all_reduce(rank: Rank) -> None:
+    module = Two()
+    delayed = [("a.weight", module.a.weight)]
+    ddp = DistributedDataParallel(module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=module.b.weight)
+    with pytest.raises(RuntimeError, match="delay_all_reduce_named_params"):
+        ddp_mp.patch(ddp, mixed_precision=MIXED)
+    assert not ddp_mp.is_patched(ddp)
+
+
+@on_ranks(2)
+def test_patch_refuses_the_python_reducer(rank: Rank) -> None:
+    before = torch._dynamo.config.optimize_ddp
+    torch._dynamo.config.optimize_ddp = "python_reducer"
+    try:
+        ddp = DistributedDataParallel(scalar())
+        if not ddp._use_python_reducer:
+            pytest.skip("this PyTorch decides later")
+        with pytest.raises(RuntimeError, match="python_reducer"):
+            ddp_mp.patch(ddp, mixed_precision=MIXED)
+    finally:
+        torch._dynamo.config.optimize_ddp = before
+
+
+@on_ranks(2)
+def test_patch_that_fails_leaves_a_plain_wrapper_that_trains(rank: Rank) -> None:
+    class Odd(ddp_mp.Options):
+        @property
+        def bucket_bytes(self) -> int:
+            raise ValueError("no luck")
+
+    ddp = DistributedDataParallel(scalar())
+    with pytest.raises(ValueError, match="no luck"):
+        ddp_mp.patch(ddp, mixed_precision=MIXED, options=Odd())
+    assert not ddp_mp.is_patched(ddp)
+    require_ordinary(ddp.module)
+    ddp(column(rank.index + 1)).sum().backward()
+    assert ddp.module.weight.grad.item() == 1.5
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("where", ["between", "pre_hook", "wrapper_pre_hook"])
+def test_patch_between_iterations_or_in_a_hook_takes_effect(rank: Rank, where: str) -> None:
+    model = scalar()
+    ddp = DistributedDataParallel(model)
+    seen: list[torch.dtype] = []
+    model.register_forward_hook(lambda m, *_: seen.append(m.weight.dtype))
+    ddp(column(2)).sum().backward()
+    assert model.weight.grad.item() == 2
+    ddp.zero_grad()
+
+    def patch(*_: Any) -> None:
+        ddp_mp.patch(ddp, mixed_precision=MIXED)
+
+    if where == "between":
+        patch()
+    elif where == "wrapper_pre_hook":
+        ddp.register_forward_pre_hook(patch)
+    else:
+        model.register_forward_pre_hook(patch)
+    if where == "pre_hook":
+        with pytest.warns(UserWarning, match="without any cast"):
+            ddp(column(0)).sum().backward()  # the forward that patches has begun already
+        ddp.zero_grad()
+        seen.clear()
+        seen.append(F32)
+    for _ in range(2):
+        ddp(column(rank.index + 1)).sum().backward()
+        assert model.weight.grad.item() == 1.5
+        ddp.zero_grad()
+    assert seen == [F32, BF16, BF16]
+
+
+@on_ranks(2)
+def test_patch_keeps_gradients_and_optimizer_state(rank: Rank) -> None:
+    model = scalar()
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
+    ddp(column(2)).sum().backward()
+    optimizer.step()
+    ddp_mp.patch(ddp, mixed_precision=MIXED)
+    assert model.weight.grad.item() == 2
+    ddp(column(4)).sum().backward()
+    assert model.weight.grad.item() == 6
+    optimizer.step()
+    assert model.weight.item() == 0.5 - 0.25 - 0.125 * 7
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("first_patched", [True, False])
+def test_wrapping_the_same_module_twice_gives_it_to_the_second(rank: Rank, first_patched: bool) -> None:
+    model = mlp()
+    first = Trial(rank, model, how="patch" if first_patched else "later")
+    square_step(first.ddp, torch.randn(4, 8))
+    first.ddp.zero_grad()
+    second = Trial(rank, model, how="later")
+    assert not ddp_mp.is_patched(first.ddp)
+    second.train(vectors(), accumulate=2)
+    assert ddp_mp.stats(second.ddp).casts == 6
+    ddp_mp.unpatch(second.ddp)
+    require_ordinary(model)
+
+
+@on_ranks(2)
+def test_wrapping_again_after_the_first_wrapper_is_gone_works(rank: Rank) -> None:
+    model = mlp()
+    for repeat in range(3):
+        trial = Trial(rank, model, how="later")
+        trial.train(vectors(), seed=10 * repeat)
+        reference = weakref.ref(trial.ddp)
+        del trial
+        gc.collect()
+        assert reference() is None
+        require_ordinary(model)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("moment", MOMENTS[:5])
+@pytest.mark.parametrize("collect", [True, False])
+def test_dropping_the_wrapper_frees_everything_and_leaves_an_ordinary_module(rank: Rank, moment: str, collect: bool) -> None:
+    trial = Trial(rank, mlp(), how="later")
+    if moment == "after_forward":
+        mean_square(trial.ddp, torch.randn(4, 8))
+    else:
+        at(moment, trial, lambda: None)
+    inside = trial.ddp.__dict__["_ddp_mp"]
+    parts = [weakref.ref(part) for part in (trial.ddp, inside, inside.low, inside.reducer, inside.backward, inside.forward)]
+    engines = [weakref.ref(group) for group in inside.low.groups]
+    module, oracle = trial.module, trial.oracle
+    gc.collect()
+    if not collect:
+        gc.disable()
+    try:
+        del trial, inside
+        if collect:
+            gc.collect()
+            assert [ref() for ref in parts + engines] == [None] * (len(parts) + len(engines))
+    finally:
+        gc.enable()
+    gc.collect()
+    for got, want in zip(module.parameters(), oracle.module.parameters(), strict=True):
+        require_same("master", got, want)
+    require_ordinary(module)
+
+
+# --- install -------------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_install_patches_models_built_later_until_uninstalled(rank: Rank) -> None:
+    original = DistributedDataParallel.__init__
+    ddp_mp.install()
+    try:
+        ddp = DistributedDataParallel(scalar(), mixed_precision=MIXED)
+        positional = DistributedDataParallel(scalar(), mixed_precision=_MixedPrecision(FP16, F32, None))
+        plain = DistributedDataParallel(scalar())
+    finally:
+        ddp_mp.uninstall()
+    assert DistributedDataParallel.__init__ is original
+    assert [ddp_mp.is_patched(d) for d in (ddp, positional, plain)] == [True, True, False]
+    assert not ddp_mp.is_patched(DistributedDataParallel(scalar(), mixed_precision=MIXED))
+    assert ddp.mixed_precision is MIXED
+    for model in (ddp, positional):
+        model(column(3)).sum().backward()
+        assert model.module.weight.grad.item() == 3
+
+
+@on_ranks(2)
+def test_install_twice_uses_the_later_options_and_one_uninstall_ends_it(rank: Rank) -> None:
+    original = DistributedDataParallel.__init__
+    ddp_mp.install()
+    with ddp_mp.install(ddp_mp.Options(bucket_mb=7)):
+        ddp = DistributedDataParallel(scalar(), mixed_precision=MIXED)
+    assert DistributedDataParallel.__init__ is original
+    ddp_mp.uninstall()
+    assert DistributedDataParallel.__init__ is original
+    assert ddp.__dict__["_ddp_mp"].options.bucket_mb == 7
+
+
+@on_ranks(2)
+def test_install_unpatched_model_has_pytorchs_mixed_precision(rank: Rank) -> None:
+    with ddp_mp.install():
+        ddp = DistributedDataParallel(mlp(), mixed_precision=MIXED)
+    ddp_mp.unpatch(ddp)
+    assert ddp.mixed_precision is MIXED
+    assert all(p._mp_param.dtype is BF16 for p in ddp.module.parameters())
+
+
+@on_ranks(2)
+def test_install_validates_before_the_wrapper_is_built(rank: Rank) -> None:
+    with pytest.raises(TypeError, match="Options"):
+        ddp_mp.install("all")  # type: ignore[arg-type]
+    with ddp_mp.install(), pytest.raises(TypeError, match="mixed_precision"):
+        DistributedDataParallel(scalar(), mixed_precision="bf16")
+
+
+# --- what is validated ---------------------------------------------------------------------------------------------------
+
+
+def test_mixed_precision_validates_its_fields() -> None:
+    assert isinstance(ddp_mp.MixedPrecision(), _MixedPrecision)
+    chosen = ddp_mp.MixedPrecision(BF16, F32, FP16)
+    assert (chosen.param_dtype, chosen.reduce_dtype, chosen.buffer_dtype) == (BF16, F32, FP16)
+    with pytest.raises(TypeError, match=r"param_dtype.*'bf16'"):
+        ddp_mp.MixedPrecision("bf16")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"reduce_dtype.*int32"):
+        ddp_mp.MixedPrecision(BF16, torch.int32)
+    with pytest.raises(ValueError, match=r"buffer_dtype.*complex64"):
+        ddp_mp.MixedPrecision(BF16, F32, torch.complex64)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error"),
+    [
+        ("hooks", "none", ValueError),
+        ("wait", "never", ValueError),
+        ("bucket_mb", 0, ValueError),
+        ("bucket_mb", -1.0, ValueError),
+        ("bucket_mb", float("nan"), ValueError),
+        ("first_bucket_mb", float("inf"), ValueError),
+        ("first_bucket_mb", "1", TypeError),
+        ("first_bucket_mb", True, TypeError),
+        ("prefetch", 1, TypeError),
+        ("reuse_unchanged", "yes", TypeError),
+    ],
+)
+def test_options_validate_their_fields(field: str, value: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=rf"Options\.{field}"):
+        ddp_mp.Options(**{field: value})
+
+
+def test_options_are_frozen_and_compare_by_value() -> None:
+    options = ddp_mp.Options(bucket_mb=3)
+    assert options == ddp_mp.Options(bucket_mb=3.0)
+    with pytest.raises(AttributeError):
+        options.bucket_mb = 4  # type: ignore[misc]
+    assert (ddp_mp.Options(bucket_mb=1e-9).bucket_bytes, options.bucket_bytes) == (1, 3 * 2**20)
