@@ -74,6 +74,7 @@ gpu: ## everything that needs an NVIDIA GPU: tests, compute-sanitizer, benchmark
 	scripts/gpu.sh
 
 wheel: $(DEPS) ## build a wheel into dist
+	rm -rf build/lib* build/bdist*  # setuptools would pack what an earlier version left there
 	$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	@ls dist
 
