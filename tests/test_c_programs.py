@@ -101,7 +101,5 @@ def test_program_runs_clean(program, flavour, tmp_path):
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert built.returncode == 0, f"{shlex.join(command)}\n{built.stderr}"
     environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"} | OPTIONS
-    result = subprocess.run(
-        [*prefix, str(binary)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280
-    )
+    result = subprocess.run([*prefix, str(binary)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, f"exit {result.returncode}\n{result.stdout[-3000:]}\n{result.stderr[-6000:]}"
