@@ -110,11 +110,15 @@ class Communicator:
                 "start the job again from its last checkpoint"
             )
 
-    def reduce_flags(self, flags: bytes, device: torch.device) -> bytes:
-        """For each flag, whether it is set on any rank."""
+    def reduce_flags(self, flags: bytes, device: torch.device) -> Callable[[], bytes]:
+        """For each flag, whether it is set on any rank: what is returned says so when it is called, and waits then."""
         total = torch.frombuffer(bytearray(flags), dtype=torch.uint8).to(device=device, dtype=torch.int32)
         self.process_group.allreduce([total]).wait()
-        return bytes((total > 0).to(device="cpu", dtype=torch.uint8).tolist())
+
+        def read() -> bytes:
+            return bytes((total > 0).to(device="cpu", dtype=torch.uint8).tolist())
+
+        return read
 
 
 class _Reduction:

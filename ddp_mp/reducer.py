@@ -49,6 +49,8 @@ class Reducer:
         self.reduce_dtype = reduce_dtype
         self.buckets = build(self.entries, caps, reduce_dtype)
         self.any_unused = False  # parameters without a gradient are legal: find_unused_parameters or static_graph
+        self.static_graph = False  # which ones they are is the same in every round
+        self._static_used: dict[int, bytes] | None = None  # empty: all are used
         self.open = False  # a synchronised round has begun and not every gradient has arrived
         self.bytes_reduced = 0
         self.reductions = 0
@@ -62,11 +64,12 @@ class Reducer:
         self._out_of_step = False  # a round failed on this rank: other ranks may have gone on
         self._pending: list[Any] = []
         self._of_source: list[tuple[Source, list[Bucket]]] = self._watch()
-        self._handles = [
-            bucket.params[k].register_post_accumulate_grad_hook(hook)
-            for source, buckets in self._of_source
-            for bucket, k, hook in _hooks(source, buckets)
-        ]
+        self._hooked: list[Any] = []  # the parameters, in the order of self._handles
+        self._handles: list[Any] = []
+        for source, buckets in self._of_source:
+            for bucket, k, hook in _hooks(source, buckets):
+                self._hooked.append(bucket.params[k])
+                self._handles.append(bucket.params[k].register_post_accumulate_grad_hook(hook))
 
     # --- construction ------------------------------------------------------------------------------------------------
 
@@ -123,11 +126,18 @@ class Reducer:
 
         return on_first, on_ready
 
+    def hooked(self) -> bool:
+        """Whether our hooks are still on every parameter: swapping the tensor inside a parameter takes them away."""
+        return all(
+            handle.id in (param._post_accumulate_grad_hooks or ())
+            for handle, param in zip(self._handles, self._hooked, strict=True)
+        )
+
     def detach(self) -> None:
         """Removes the hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self._hooked = [], []
 
     # --- a backward --------------------------------------------------------------------------------------------------
 
@@ -304,13 +314,26 @@ class Reducer:
         if not self.any_unused:
             # a parameter frozen after the model was wrapped has none on any rank, and keeps what it had
             return local if any(0 in flags for flags in local.values()) else None
+        if self.static_graph and self._static_used is not None:
+            return self._static_used or None
         joined = b"".join(local.values())
-        total = self.comm.reduce_flags(bytes(flag == 1 for flag in joined), self.buckets[0].params[0].device)
-        out, offset = {}, 0
+        flags_of_all = self.comm.reduce_flags(joined.translate(_FIRED_ONLY), self.buckets[0].params[0].device)
+        if joined.count(1) == len(joined) and not self.static_graph:
+            return None  # used here is used: the host need not wait for what other ranks say
+        total = flags_of_all()
+        out: dict[int, bytes] = {}
+        offset = 0
         for key, flags in local.items():
             out[key] = total[offset : offset + len(flags)]
             offset += len(flags)
+        if self.static_graph:
+            self._static_used = out if 0 in total else {}
+            return self._static_used or None
         return out
+
+
+# contributes() also says 2, for a gradient that fired empty: no use.
+_FIRED_ONLY = bytes(1 if value == 1 else 0 for value in range(256))
 
 
 def _hooks(source: Source, buckets: list[Bucket]) -> list[tuple[Bucket, int, Callable[[torch.Tensor], None]]]:

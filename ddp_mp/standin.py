@@ -38,6 +38,7 @@ class ReducerStandIn:
     def prepare_for_backward(self, outputs: list[torch.Tensor]) -> None:
         """A synchronised forward of the wrapper ended: the backward of the forward just done is to be reduced."""
         self._reducer.any_unused = self._any_unused()
+        self._reducer.static_graph = self._backward.static_graph
         if self._backward.passes and not self._backward.running:
             self._backward.passes[-1].sync = True
 
