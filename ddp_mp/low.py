@@ -6,7 +6,7 @@ when memory is allocated, reused, released or left to a graph that still needs i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -114,17 +114,19 @@ class _Group:
     def bind(self, arenas: _Arenas) -> None:
         self.engine.bind(self.masters, arenas.lows, arenas.arenas)
 
-    def begin(self) -> None:
-        """Casts and switches to the copies; takes up masters that moved.
+    def begin(self) -> bool:
+        """Casts and switches to the copies; takes up masters that moved, and returns whether any did.
 
         Raises ReplacedError when the plan must be built anew, ValueError by name for a parameter of another shape.
         """
         status = self.engine.begin()
-        if status == _C.MOVED:
+        moved = status == _C.MOVED
+        if moved:
             self._take_up(self.engine.moved())
             status = self.engine.begin()
         if status != _C.UNCHANGED:
             raise ReplacedError
+        return moved
 
     def _take_up(self, moved: list[int]) -> None:
         for index in moved:
@@ -198,6 +200,7 @@ class LowPrecision:
         self.copies: Copies | None = None
         self.epoch = 0  # grows at every switch from masters to copies: a graph's gradient accumulators belong to one epoch
         self.stale = False  # the masters may have changed behind the copies
+        self.on_moved: Callable[[], None] = lambda: None  # masters were found at another address
         self._keep = options.reuse_unchanged
         self._current = False  # the copies are promised to be those of the masters, and are in memory
         self.casts = 0  # forwards that cast the masters
@@ -323,8 +326,9 @@ class LowPrecision:
 
     def _begin(self, copies: Copies | None) -> None:
         self._make_ready(copies)
-        for group in self.groups:
-            group.begin()
+        moved = [group.begin() for group in self.groups]
+        if any(moved):
+            self.on_moved()
         self._lower_fallback()
         self.casts += bool(self.rows)
 

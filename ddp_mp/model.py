@@ -39,13 +39,14 @@ class PatchedModel:
         self.comm.hook = native.user_hook(ddp)
         self.built_with: _MixedPrecision | None = None  # what the wrapper's constructor was given
         self.overrides = native.Overrides(ddp)
-        self.dirty = False  # a parameter or module was registered inside the module
+        self.dirty = False  # something was registered inside the module, or a state dict was loaded
         self.rebuilds = 0
         self.rows = managed_parameters(self._module, ddp.parameters_to_ignore)
         self.low = LowPrecision(self.rows, precision.param_dtype, options)
         self.backward = Backward(self.low, ddp.static_graph)
         self.reducer = self._new_reducer(ddp)
         self.backward.reducer = self.reducer
+        self.low.on_moved = self.reducer.hook_again
         self.forward = Forward(self._module, self.low, self.backward, self._new_waits(), weakly(self._prepare, False))
         self.guards = self._new_guards()
         optimizer_guard.add(self)
@@ -95,6 +96,7 @@ class PatchedModel:
         """The masters are about to be written: they are put in place for it."""
         self.expose()
         self.masters_changed()
+        self.dirty = True
 
     def expose(self) -> None:
         """Masters in place, unless a backward is under way."""
@@ -167,6 +169,7 @@ class PatchedModel:
         if replaced or thawed or [id(r.param) for r in rows] != [id(r.param) for r in self.rows]:
             self._check_same_model(rows)
             self._rebuild(ddp, rows)
+        self.reducer.hook_again()
         self.dirty = False
         return True
 
@@ -197,6 +200,7 @@ class PatchedModel:
         self.low = LowPrecision(rows, self.precision.param_dtype, self.options)
         self.reducer = self._new_reducer(ddp)
         self.backward.replace(self.low, self.reducer)
+        self.low.on_moved = self.reducer.hook_again
         self.forward.waits.detach()
         self.forward.low, self.forward.waits = self.low, self._new_waits()
         self.guards = self._new_guards()

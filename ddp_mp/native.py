@@ -125,6 +125,8 @@ def equip_mixed_precision(ddp: Any) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks import mixed_precision_hooks as hooks
 
     precision = ddp.mixed_precision
+    for index, param in enumerate(ddp._build_params_for_reducer()[0]):
+        param._idx = index
     upstream._setup_mixed_precision_params(precision, ddp.module)
     ddp._mp_stream = torch.Stream()
     ddp._submodule_to_event = defaultdict(deque)

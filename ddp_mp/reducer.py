@@ -64,12 +64,13 @@ class Reducer:
         self._out_of_step = False  # a round failed on this rank: other ranks may have gone on
         self._pending: list[Any] = []
         self._of_source: list[tuple[Source, list[Bucket]]] = self._watch()
-        self._hooked: list[Any] = []  # the parameters, in the order of self._handles
+        self._hooked: list[tuple[Any, int]] = []  # parameters, and the identity of the tensor inside
         self._handles: list[Any] = []
         for source, buckets in self._of_source:
             for bucket, k, hook in _hooks(source, buckets):
-                self._hooked.append(bucket.params[k])
-                self._handles.append(bucket.params[k].register_post_accumulate_grad_hook(hook))
+                param: Any = bucket.params[k]
+                self._handles.append(param.register_post_accumulate_grad_hook(hook))
+                self._hooked.append((param, param._cdata))
 
     # --- construction ------------------------------------------------------------------------------------------------
 
@@ -126,12 +127,15 @@ class Reducer:
 
         return on_first, on_ready
 
-    def hooked(self) -> bool:
-        """Whether our hooks are still on every parameter: swapping the tensor inside a parameter takes them away."""
-        return all(
-            handle.id in (param._post_accumulate_grad_hooks or ())
-            for handle, param in zip(self._handles, self._hooked, strict=True)
-        )
+    def hook_again(self) -> None:
+        """Puts hooks back on parameters whose inner tensor was swapped (``torch.utils.swap_tensors``).
+
+        The tensor that went away took what calls the hooks along; the parameter still lists them.
+        """
+        for position, (param, tensor) in enumerate(self._hooked):
+            if param._cdata != tensor:
+                param._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
+                self._hooked[position] = (param, param._cdata)
 
     def detach(self) -> None:
         """Removes the hooks from the parameters."""
