@@ -57,8 +57,11 @@ class Reducer:
         self._on_late, self._on_error = on_late, on_error
         self._late_source: Source | None = None
         self._late_row = -1
+        self._tied = [any(len(self.entries[row].sites) > 1 for row in bucket.rows) for bucket in self.buckets]
         self._ready = [False] * len(self.buckets)
         self._next = 0  # buckets before this one are launched
+        self._held = False  # nothing more is launched before the backward ends
+        self._task = -1  # the autograd task of the backward under way
         self._was_open = False
         self._round = 0
         self._out_of_step = False  # a round failed on this rank: other ranks may have gone on
@@ -151,6 +154,7 @@ class Reducer:
             row = self._late_row if source is self._late_source else -1
             source.begin(sync and early, row)
         self._late_source, self._late_row = None, -1
+        self._held, self._task = False, torch._C._current_graph_task_id()
         self._was_open = self.open
         if sync:
             self.upgrade()
@@ -259,6 +263,10 @@ class Reducer:
 
     def _bucket_ready(self, index: int) -> None:
         self._ready[index] = True
+        if self._tied[index] and torch._C._current_graph_task_id() != self._task:
+            self._held = True  # in a reentrant checkpoint: the weight's other uses are still to come
+        if self._held:
+            return
         with _Report(self._on_error):
             while self._next < len(self.buckets) and self._ready[self._next]:
                 self._launch()
