@@ -77,6 +77,14 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
+def scheduling() -> str:
+    """Whether this process had real-time priority: then ``load`` says little."""
+    if not hasattr(os, "sched_getscheduler"):
+        return "unknown"
+    realtime = (os.SCHED_FIFO, os.SCHED_RR)
+    return "real-time" if os.sched_getscheduler(0) in realtime else "ordinary"
+
+
 def machine(device: torch.device) -> dict[str, Any]:
     """What a figure cannot be read without."""
     facts: dict[str, Any] = {
@@ -84,6 +92,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "load": round(os.getloadavg()[0], 2),
         "threads": torch.get_num_threads(),
+        "scheduling": scheduling(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "ddp_mp": ddp_mp.__version__,

@@ -3,8 +3,8 @@
     python -m benchmarks.memory [--model gpt2] [--quick]
 
 Each variant trains in a process of its own, because an allocator's memory outlives what asked for it.  On a CPU the
-figures are the growth of the process (resident memory, read between the phases of a step, the highest seen over the
-steps); on a GPU they are what PyTorch's allocator has given out.  Everything is counted in bytes of the fp32
+figures are the growth of the process (resident memory, read between the phases of a step and as its peak, the highest
+seen over the steps); on a GPU they are what PyTorch's allocator has given out.  Everything is counted in bytes of the fp32
 parameters: 1.0 is one full-precision copy of the model.
 """
 
@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import multiprocessing
 import os
+import resource
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -85,6 +86,8 @@ def train(variant: str, name: str, real_size: bool, device_name: str, steps: int
                     seen[phase] = max(seen.get(phase, 0), value)
         if device.type == "cuda":
             seen["peak"] = torch.cuda.max_memory_allocated(device) - start
+        else:
+            seen["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - start
         answer.put({"parameters": parameters, **seen})
 
 

@@ -40,7 +40,7 @@ Align = Literal["left", "right"]
 
 CONTEXT = 128
 BATCH = 8
-LEARNING_RATE = 2e-3
+LEARNING_RATE = 1e-3
 WARMUP_STEPS = 20
 
 
@@ -338,7 +338,7 @@ def report(runs: Sequence[Contender], steps: int, elapsed: float, output: pathli
 
 def main(arguments: Sequence[str] = ()) -> int:
     parser = argparse.ArgumentParser(prog="ddp_mp demo", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=320)
+    parser.add_argument("--steps", type=int, default=480)
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("demo-output"))
     parser.add_argument("--native-hooks", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
