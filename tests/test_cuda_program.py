@@ -63,7 +63,9 @@ def run(program: Path, image: Path, library: Path, *arguments: str, prefix=(), *
     return done.stderr
 
 
-@pytest.mark.parametrize("flavour", FLAGS)
+@pytest.mark.parametrize(
+    "flavour", ["plain", pytest.param("address", marks=pytest.mark.slow), pytest.param("thread", marks=pytest.mark.slow)]
+)
 def test_backend_passes_on_the_simulated_driver(flavour, image, programs):
     prefix = runner(flavour)
     if prefix is None:

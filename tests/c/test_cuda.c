@@ -71,6 +71,7 @@ typedef struct driver {
                 const char *label);
     int (*access)(void *stream, const sim_range *ranges, size_t count, const char *label);
     int (*enter)(void *stream);
+    int (*step)(int count);
 } driver;
 
 static driver sim;
@@ -134,6 +135,7 @@ load_simulator(const char *path)
     resolve(library, &sim.work, "sim_work");
     resolve(library, &sim.access, "sim_access");
     resolve(library, &sim.enter, "sim_enter");
+    resolve(library, &sim.step, "sim_step");
 }
 
 static void
@@ -176,26 +178,48 @@ new_stream(void)
     return stream;
 }
 
-/* A table of one float32 -> bfloat16 row, the values that it reads and where they go. */
+/* A table with a float32 -> bfloat16 row, the values that it reads and where they go.  Rows of one element pad it to a
+ * size that few tests use, where a test wants to see its own slots being used again. */
 #define COUNT 3000
+#define MAX_PAD 800
 typedef struct fixture {
     float *master;
-    uint16_t *low;
-    mp_row row;
+    uint16_t *low, *padding;
+    mp_row row; /* the first, which tests change */
+    size_t pad;
     mp_table *table;
 } fixture;
 
+static mp_status
+set_rows(fixture *f)
+{
+    static mp_row rows[1 + MAX_PAD];
+    rows[0] = f->row;
+    for (size_t i = 0; i < f->pad; i++) {
+        rows[1 + i] = (mp_row){NULL, NULL, f->padding + i, 1, MP_F32, MP_F32, MP_BF16};
+    }
+    return backend->table_set(f->table, rows, 1 + f->pad, &error);
+}
+
 static void
-fixture_init(fixture *f)
+fixture_init_padded(fixture *f, size_t pad)
 {
     f->master = device_memory(COUNT * sizeof *f->master, "master");
     f->low = device_memory(COUNT * sizeof *f->low, "low");
+    f->padding = device_memory((1 + pad) * sizeof *f->padding, "padding");
+    f->pad = pad;
     for (int i = 0; i < COUNT; i++) {
         f->master[i] = (float)i;
     }
     f->row = (mp_row){f->master, NULL, f->low, COUNT, MP_F32, MP_F32, MP_BF16};
     OK(backend->table_new(device, &f->table, &error));
-    OK(backend->table_set(f->table, &f->row, 1, &error));
+    OK(set_rows(f));
+}
+
+static void
+fixture_init(fixture *f)
+{
+    fixture_init_padded(f, 0);
 }
 
 static void
@@ -205,35 +229,7 @@ fixture_fini(fixture *f)
     backend->table_free(f->table);
     release(f->master);
     release(f->low);
-}
-
-/* Tables that hold every slot given back so far, so that a test sees its own being used again. */
-#define HELD 250
-typedef struct holder {
-    fixture one;
-    mp_table *tables[HELD];
-} holder;
-
-static void
-hold_slots(holder *h)
-{
-    fixture_init(&h->one);
-    for (int i = 0; i < HELD; i++) {
-        h->one.row.numel = 1;
-        OK(backend->table_new(device, &h->tables[i], &error));
-        OK(backend->table_set(h->tables[i], &h->one.row, 1, &error));
-        OK(backend->launch(h->tables[i], 1.0, &error));
-        OK(backend->synchronize(device, &error));
-    }
-}
-
-static void
-release_slots(holder *h)
-{
-    for (int i = 0; i < HELD; i++) {
-        backend->table_free(h->tables[i]);
-    }
-    fixture_fini(&h->one);
+    release(f->padding);
 }
 
 /* Queues `value` for every master on the stream, as an optimizer would write it. */
@@ -632,13 +628,13 @@ static void
 test_table_is_ordered_where_callers_forget(void)
 {
     void *const streams[] = {new_stream(), new_stream(), new_stream()};
-    for (int seed = 0; seed < 24; seed++) {
+    for (int seed = 0; seed < 8; seed++) {
         fixture f;
         sim.begin(schedules[seed % 4], (uint64_t)seed);
-        fixture_init(&f);
-        for (int step = 0; step < 6; step++) {
+        fixture_init_padded(&f, 100);
+        for (int step = 0; step < 9; step++) {
             f.row.numel = 8 + step / 3;
-            OK(backend->table_set(f.table, &f.row, 1, &error));
+            OK(set_rows(&f));
             OK(backend->launch_on(f.table, 1.0, streams[(seed + step) % 3], &error));
             OK(backend->launch_on(f.table, 1.0, streams[step % 3], &error));
             OK(backend->launch(f.table, 1.0, &error));
@@ -652,24 +648,66 @@ test_table_is_ordered_where_callers_forget(void)
     }
 }
 
+static mp_status
+launch_somewhere(mp_table *table, void *stream)
+{
+    return stream != NULL ? backend->launch_on(table, 1.0, stream, &error) : backend->launch(table, 1.0, &error);
+}
+
+/* A slot given back with work pending is not taken: its copy alone (the launch failed), its copy that no event marks,
+ * its launch on either stream after the copy is done.  Each has a size of its own, so that the queue holds nothing
+ * else. */
+static void
+test_slot_in_use_is_not_taken(void)
+{
+    void *stream = new_stream();
+    const struct {
+        const char *failing;
+        size_t pad;
+        int steps;          /* operations that run before the rows change */
+        void *first, *then; /* NULL: the private stream */
+    } cases[] = {
+        {"cuLaunchKernel", 100, 0, stream, NULL},
+        {"cuEventRecord", 200, 0, stream, NULL},
+        {NULL, 400, 1, stream, NULL},
+        {NULL, 800, 1, NULL, stream},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        fixture f;
+        sim.begin(SIM_LAZY, 1);
+        fixture_init_padded(&f, cases[i].pad);
+        if (cases[i].failing != NULL) {
+            sim.fault(cases[i].failing, 1, 999, 1);
+        }
+        CHECK_EQ(launch_somewhere(f.table, cases[i].first), cases[i].failing != NULL ? MP_ERR_DEVICE : MP_OK);
+        sim.step(cases[i].steps);
+        for (int step = 0; step < 3; step++) {
+            f.row.numel--;
+            OK(set_rows(&f));
+            OK(launch_somewhere(f.table, cases[i].then));
+        }
+        CHECK_EQ(sim.cuStreamSynchronize(stream), 0);
+        OK(backend->synchronize(device, &error));
+        expect_tables_ordered();
+        fixture_fini(&f);
+    }
+}
+
 /* Slots that go from a table used on one stream to a table used on another. */
 static void
 test_slots_change_streams(void)
 {
     void *const streams[] = {new_stream(), new_stream()};
-    holder h;
-    sim.begin(SIM_EAGER, 1);
-    hold_slots(&h);
-    for (int seed = 0; seed < 24; seed++) {
+    for (int seed = 0; seed < 8; seed++) {
         fixture f[3];
         sim.begin(schedules[seed % 4], (uint64_t)seed);
         for (int i = 0; i < 3; i++) {
-            fixture_init(&f[i]);
+            fixture_init_padded(&f[i], 200);
         }
         for (int step = 0; step < 12; step++) {
             fixture *g = &f[(step + seed) % 3];
             g->row.numel = 8 + step;
-            OK(backend->table_set(g->table, &g->row, 1, &error));
+            OK(set_rows(g));
             if (g == &f[2]) {
                 OK(backend->launch(g->table, 1.0, &error));
             }
@@ -685,7 +723,6 @@ test_slots_change_streams(void)
             fixture_fini(&f[i]);
         }
     }
-    release_slots(&h);
 }
 
 /* ---- Order ---- */
@@ -829,7 +866,7 @@ changing_steps(fixture *f, void *stream, int count)
 {
     for (int step = 0; step < count; step++) {
         f->row.numel = COUNT - 1 - step % 50;
-        OK(backend->table_set(f->table, &f->row, 1, &error));
+        OK(set_rows(f));
         OK(backend->order_after(device, stream, &error));
         OK(backend->launch_on(f->table, 1.0, stream, &error));
         OK(backend->order_after(device, stream, &error));
@@ -851,12 +888,10 @@ static void
 capture_and_replay(int schedule, int moved)
 {
     fixture f;
-    holder h;
     void *stream = new_stream(), *graph = NULL, *exec = NULL;
     uint64_t before[sizeof forbidden / sizeof *forbidden];
     sim.begin(schedule, 7);
-    hold_slots(&h);
-    fixture_init(&f);
+    fixture_init_padded(&f, 100);
     fixture g = f; /* as the graph sees it */
     one_step(&f, stream, 1.0f);
     uint16_t *elsewhere = device_memory(COUNT * sizeof *elsewhere, "graph memory");
@@ -868,7 +903,7 @@ capture_and_replay(int schedule, int moved)
     CHECK_EQ(sim.cuStreamBeginCapture(stream, 0), 0);
     if (moved) {
         g.low = g.row.dst = elsewhere;
-        OK(backend->table_set(f.table, &g.row, 1, &error));
+        OK(set_rows(&g));
     }
     capture_step(&f, stream, &graph);
     for (size_t i = 0; i < sizeof forbidden / sizeof *forbidden; i++) {
@@ -877,12 +912,11 @@ capture_and_replay(int schedule, int moved)
     CHECK_EQ(sim.cuGraphInstantiate(&exec, graph, 0), 0);
     one_step(&g, stream, 2.0f); /* the same rows outside the graph, which has not run */
     replay(&g, exec, stream, 3.0f);
-    changing_steps(&f, stream, 6); /* do not reach into the graph */
+    changing_steps(&f, stream, 12); /* do not reach into the graph */
     replay(&g, exec, stream, 4.0f);
     expect_clean();
     CHECK_EQ(sim.cuStreamSynchronize(stream), 0);
     release(elsewhere);
-    release_slots(&h);
     fixture_fini(&f);
 }
 
@@ -890,27 +924,31 @@ capture_and_replay(int schedule, int moved)
 static void
 test_capture_is_unharmed_by_other_streams(void)
 {
-    fixture f, other;
-    holder h;
+    fixture f, other, third;
     void *stream = new_stream(), *free_stream = new_stream(), *graph = NULL;
     sim.begin(SIM_LAZY, 1);
     fixture_init(&f);
-    fixture_init(&other);
-    hold_slots(&h);
-    OK(backend->launch(other.table, 1.0, &error));
-    other.row.numel--;
-    OK(backend->table_set(other.table, &other.row, 1, &error)); /* its slot goes back unfenced */
-    OK(backend->launch(other.table, 1.0, &error));
+    OK(backend->launch(f.table, 1.0, &error));
+    fixture_init_padded(&other, 400);
+    fixture_init_padded(&third, 200);
+    for (int i = 0; i < 2; i++) { /* one slot each in the queue: the private stream's last reads, a caller's */
+        OK(backend->launch(other.table, 1.0, &error));
+        OK(backend->launch_on(third.table, 1.0, free_stream, &error));
+        other.row.numel--;
+        third.row.numel--;
+        OK(set_rows(&other));
+        OK(set_rows(&third));
+    }
     OK(backend->synchronize(device, &error));
-    CHECK_EQ(sim.cuStreamBeginCapture(stream, 1), 0); /* of this thread only */
+    CHECK_EQ(sim.cuStreamSynchronize(free_stream), 0);
+    CHECK_EQ(sim.cuStreamBeginCapture(stream, 1), 0); /* forbids this thread to ask and allocate */
     OK(backend->order_after(device, stream, &error));
-    other.row.numel--;
-    OK(backend->table_set(other.table, &other.row, 1, &error));
     OK(backend->launch_on(other.table, 1.0, free_stream, &error));
+    OK(backend->launch_on(third.table, 1.0, free_stream, &error));
     capture_step(&f, stream, &graph);
     CHECK_EQ(sim.cuStreamSynchronize(free_stream), 0);
     expect_clean();
-    release_slots(&h);
+    fixture_fini(&third);
     fixture_fini(&other);
     fixture_fini(&f);
 }
@@ -1054,17 +1092,14 @@ static void
 test_failure_after_the_copy_keeps_the_slot(void)
 {
     fixture f;
-    holder h;
     void *stream = new_stream();
-    sim.begin(SIM_EAGER, 1);
-    hold_slots(&h);
     for (int turn = 0; turn < 8; turn++) {
         const char *failing = turn & 1 ? "cuLaunchKernel" : "cuEventRecord";
         sim.begin(turn & 4 ? SIM_LAZY : SIM_RANDOM, (uint64_t)turn);
-        fixture_init(&f);
-        for (int step = 0; step < 8; step++) {
+        fixture_init_padded(&f, 200);
+        for (int step = 0; step < 6; step++) {
             f.row.numel = 100 + step;
-            OK(backend->table_set(f.table, &f.row, 1, &error));
+            OK(set_rows(&f));
             sim.fault(failing, 1, 999, 1);
             const mp_status status =
                 turn & 2 ? backend->launch(f.table, 1.0, &error) : backend->launch_on(f.table, 1.0, stream, &error);
@@ -1078,7 +1113,6 @@ test_failure_after_the_copy_keeps_the_slot(void)
         expect_clean();
         fixture_fini(&f);
     }
-    release_slots(&h);
 }
 
 static void
@@ -1129,6 +1163,7 @@ test_device_fault_is_told(void)
     backend->table_free(f.table);
     release(f.master);
     release(f.low);
+    release(f.padding);
 }
 
 static void
@@ -1140,6 +1175,7 @@ test_all(void)
     test_open_finds_devices();
     mp_device *second;
     OK(backend->open(1, &second, &error));
+    test_slot_in_use_is_not_taken(); /* first: it needs an empty queue */
     test_launch_converts_as_the_host(device, 60);
     test_launch_converts_as_the_host(second, 60);
     test_table_empty_launches_nothing();
