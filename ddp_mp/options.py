@@ -64,7 +64,8 @@ class Options:
         wait: ``"root"`` lets the current stream wait for all casts where the root module's forward starts: right for every
             model.  ``"module"`` waits for the first bucket there and for later buckets where the modules that own their
             parameters are called, so that casts overlap the first layers; the modules are learned in the first forward,
-            and parameters of modules that were not called then are waited for at the root.
+            and parameters of modules that were not called then are waited for at the root.  Not for a model that in
+            some later forward uses a parameter before, or without, a call of its module.
         first_bucket_mb: size of the first cast bucket in MiB of low-precision memory, small so that the first layers start
             early.
         bucket_mb: size of the later cast buckets in MiB.
