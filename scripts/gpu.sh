@@ -27,8 +27,10 @@ for candidate in ${PYTHON:+"$PYTHON"} .venv/bin/python python3; do
 done
 [ -n "$python" ] || stop "$gpu is here, but no PyTorch that can use it: set PYTHON to an interpreter that has a CUDA build"
 
-export DDP_MP_REQUIRE_GPU=1 DDP_MP_DEVELOP=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONDONTWRITEBYTECODE=1
+export DDP_MP_REQUIRE_GPU=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONDONTWRITEBYTECODE=1
 device=$("$python" -c 'import re, torch; print(re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-"))')
+pytest=("$python" -m pytest -p no:cacheprovider -q)
+"$python" -c 'import pytest_timeout' 2>/dev/null && pytest+=(--timeout=120)
 results=benchmarks/results
 scratch=build/gpu
 mkdir -p "$results" "$scratch"
@@ -65,7 +67,7 @@ step() {
 
 step build 180 "$python" setup.py build_ext --inplace || stop "the build failed"
 step info 60 "$python" -m ddp_mp info
-step tests 200 "$python" -m pytest -p no:cacheprovider --timeout=120 -q -m gpu -rs tests
+step tests 200 "${pytest[@]}" -m gpu -rs tests
 
 if sanitizer=$(command -v compute-sanitizer); then
     # Some virtual machines hide the debugger interface: tell "refused" from "found something".
@@ -73,7 +75,7 @@ if sanitizer=$(command -v compute-sanitizer); then
         tee "$scratch/probe.log" | grep -q 'ERROR SUMMARY: 0 errors'; then
         for tool in memcheck racecheck; do
             step "$tool" 120 "$sanitizer" --tool "$tool" --error-exitcode 9 --target-processes all \
-                "$python" -m pytest -p no:cacheprovider --timeout=110 -q -x -m "gpu and not slow" -k "cast or kernel" tests
+                "${pytest[@]}" -x -m "gpu and not slow" -k "cast or kernel" tests/test_gpu.py
         done
     else
         echo "== compute-sanitizer: this machine refuses it: $(grep -m 1 -i -E 'not supported|error' "$scratch/probe.log")" |
