@@ -489,6 +489,17 @@ take_site(Engine *self, size_t index, PyObject *item)
     return 0;
 }
 
+/* The dictionaries of the sites, which come module by module: one that comes again later is only looked at twice. */
+static void
+take_homes(Engine *self)
+{
+    for (size_t i = 0; i < self->site_count; i++) {
+        if (i == 0 || self->sites[i].dict != self->sites[i - 1].dict) {
+            self->homes[self->home_count++].dict = self->sites[i].dict;
+        }
+    }
+}
+
 static int
 take_sites(Engine *self, PyObject *sites)
 {
@@ -499,7 +510,8 @@ take_sites(Engine *self, PyObject *sites)
     int result = -1;
     size_t count = (size_t)PyTuple_GET_SIZE(tuple);
     self->sites = PyMem_Calloc(count > 0 ? count : 1, sizeof *self->sites);
-    if (self->sites == NULL) {
+    self->homes = PyMem_Calloc(count > 0 ? count : 1, sizeof *self->homes);
+    if (self->sites == NULL || self->homes == NULL) {
         PyErr_NoMemory();
         goto done;
     }
@@ -509,6 +521,7 @@ take_sites(Engine *self, PyObject *sites)
             goto done;
         }
     }
+    take_homes(self);
     result = 0;
 done:
     Py_DECREF(tuple);
@@ -725,6 +738,7 @@ engine_clear(PyObject *object)
     size_t row_count = self->row_count, site_count = self->site_count;
     self->row_count = 0;
     self->site_count = 0;
+    self->home_count = 0;
     for (size_t i = 0; i < site_count; i++) {
         Py_CLEAR(self->sites[i].dict);
         Py_CLEAR(self->sites[i].key);
@@ -762,6 +776,7 @@ engine_dealloc(PyObject *object)
     PyMem_Free(self->arenas);
     PyMem_Free(self->buckets);
     mp_plan_fini(&self->plan);
+    PyMem_Free(self->homes);
     PyMem_Free(self->sites);
     Py_XDECREF(self->names);
     PyMem_Free(self->moved);
