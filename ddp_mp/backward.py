@@ -42,6 +42,7 @@ class Backward:
         self._first_round = static_graph
         self._running: _Running | None = None
         self._warned = False
+        self._on_reached, self._on_end = weakly(self._start, None), weakly(self._finish, None)
         self.futures: list[Any] = []  # of buffer communication hooks: waited for at the end of the next backward
 
     # --- forwards ----------------------------------------------------------------------------------------------------
@@ -54,16 +55,20 @@ class Backward:
     def add(self, outputs: list[torch.Tensor]) -> Pass:
         """A forward with gradients ended with these outputs (those that require grad)."""
         # a forward without a known output cannot be seen to die: the next forward takes its place
-        self.passes = [p for p in self.passes if p.pending and p.anchored]
+        if self.passes:
+            self.passes = [p for p in self.passes if p.pending and p.anchored]
         new = Pass(self.low.copies, self.low.epoch)
         if outputs:
-            new.watch(outputs, weakly(self._start, None))
+            new.watch(outputs, self._on_reached)
         self.passes.append(new)
         return new
 
     def live(self) -> bool:
         """Whether some forward's graph still needs the present copies."""
-        return any(p.pending and p.copies is self.low.copies for p in self.passes)
+        for p in self.passes:  # noqa: SIM110 - a generator costs 2 us in training
+            if p.copies is self.low.copies and p.pending:
+                return True
+        return False
 
     def set_static_graph(self) -> None:
         """The graph is the same in every iteration: the next backward shows what it looks like."""
@@ -118,7 +123,7 @@ class Backward:
             self.low.enter_again(reached.copies)
             self.low.wait()
         self.reducer.begin(sync, early=self._may_reduce_early(reached))
-        Variable._execution_engine.queue_callback(weakly(self._finish, None))
+        Variable._execution_engine.queue_callback(self._on_end)
 
     def _join(self, running: _Running, reached: Pass) -> None:
         """Another forward's outputs take part in the backward under way."""
@@ -131,7 +136,10 @@ class Backward:
         """Whether a gradient that arrived is complete: not while forwards with other accumulators may add to it."""
         if reached is None or not self.in_order or self._first_round:
             return False
-        return all(p.epoch == reached.epoch and p.sync for p in self.passes if p.pending)
+        for p in self.passes:  # noqa: SIM110 - a generator costs 2 us in training
+            if (p.epoch != reached.epoch or not p.sync) and p.pending:
+                return False
+        return True
 
     def _finish(self) -> None:
         running = self._running

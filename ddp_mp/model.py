@@ -159,7 +159,9 @@ class PatchedModel:
 
         Returns whether the parameters are to be cast: not while plain tensors stand in for them (``functional_call``).
         """
-        thawed = bool(self._frozen) and any(param.requires_grad for param in self._frozen)
+        thawed = False
+        for param in self._frozen:
+            thawed |= param.requires_grad
         if not (replaced or self.dirty or thawed):
             return True
         ddp = self._ddp()

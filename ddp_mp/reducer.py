@@ -166,7 +166,10 @@ class Reducer:
 
     def touched(self) -> bool:
         """Whether any gradient has arrived in the backward under way."""
-        return any(source.fires for source, _ in self._of_source)
+        for source, _ in self._of_source:  # noqa: SIM110 - a generator costs 2 us in training
+            if source.fires:
+                return True
+        return False
 
     def cancel(self) -> None:
         """The backward accumulated no gradient: everything is as before it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,27 +12,32 @@ import torch
 _MAX_DEPTH = 8
 
 
-def tensors_in(value: Any, depth: int = _MAX_DEPTH) -> Iterator[torch.Tensor]:
-    """Yields the tensors of nested tuples, lists, sets, mappings, dataclasses and plain objects, in order.
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of nested tuples, lists, sets, mappings, dataclasses and plain objects, in order.
 
     Modules are not entered: what they hold is state, not output.
     """
+    found: list[torch.Tensor] = []
+    _collect(value, _MAX_DEPTH, found)
+    return found
+
+
+def _collect(value: Any, depth: int, found: list[torch.Tensor]) -> None:
+    # no generators, and ordinary types first: this runs in every forward, and nested generators take twice as long
     if isinstance(value, torch.Tensor):
-        yield value
-    elif depth == 0 or value is None or isinstance(value, (str, bytes, int, float, torch.nn.Module, type)):
-        return
-    else:
+        found.append(value)
+    elif depth > 0 and value is not None and not isinstance(value, (str, bytes, int, float, torch.nn.Module, type)):
         for child in _children(value):
-            yield from tensors_in(child, depth - 1)
+            _collect(child, depth - 1, found)
 
 
-def _children(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        yield from value.values()
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        yield from value
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield getattr(value, field.name, None)
-    else:
-        yield from getattr(value, "__dict__", {}).values()
+def _children(value: Any) -> Iterable[Any]:
+    if isinstance(value, (tuple, list)):
+        return value
+    if isinstance(value, (dict, Mapping)):
+        return value.values()
+    if isinstance(value, (set, frozenset)):
+        return value
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    return getattr(value, "__dict__", {}).values()

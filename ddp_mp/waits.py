@@ -7,6 +7,7 @@ hold its parameters are called, so that casts overlap the first layers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -26,7 +27,8 @@ class Waits:
         self._module, self._low = module, low
         self._handles: list[Any] = []
         self._called: set[int] | None = None
-        self._at_root: list[int] = [-1] * len(low.groups)  # the bucket up to which the root waits, a group; -1: all
+        # at the root: each engine's wait(), and the bucket up to which it waits; -1: all
+        self._waits: list[tuple[Callable[[int], None], int]] = [(group.engine.wait, -1) for group in low.groups]
         if by_module and any(len(group.engine.buckets) > 1 for group in low.groups):
             self._called = set()
             learn = weakly(self._learn, None)
@@ -46,8 +48,8 @@ class Waits:
 
     def at_root(self) -> None:
         """The root's forward starts: the copies have just been cast."""
-        for group, bucket in zip(self._low.groups, self._at_root, strict=True):
-            group.engine.wait(bucket)
+        for wait, bucket in self._waits:
+            wait(bucket)
 
     def forward_ended(self) -> None:
         """The root's forward returned.  After the first one the modules that were called are known."""
@@ -71,7 +73,7 @@ class Waits:
                 root = max(root, bucket)
             for home in homes:
                 bucket_of_home[home] = max(bucket, bucket_of_home.get(home, 0))
-        self._at_root[index] = root
+        self._waits[index] = group.engine.wait, root
         for inner in self._module.modules():
             bucket = bucket_of_home.get(id(inner._parameters), 0)
             if bucket > root:
