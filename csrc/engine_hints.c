@@ -9,22 +9,11 @@
  */
 #include "engine.h"
 
-/* `_cdata` of an object as an address, or NULL where there is none; leaves no exception. */
-static const char *
-cdata(PyObject *object)
-{
-    PyObject *value = object != NULL ? PyObject_GetAttrString(object, "_cdata") : NULL;
-    void *address = value != NULL ? PyLong_AsVoidPtr(value) : NULL;
-    Py_XDECREF(value);
-    PyErr_Clear();
-    return address;
-}
-
 static const char *
 storage_cdata(PyObject *tensor)
 {
     PyObject *storage = PyObject_CallMethod(tensor, "untyped_storage", NULL);
-    const char *address = cdata(storage);
+    const char *address = mp_hint_of(storage);
     Py_XDECREF(storage);
     PyErr_Clear();
     return address;
@@ -34,9 +23,9 @@ void
 mp_engine_learn_row(Engine *self, size_t row)
 {
     self->hints[row] = (engine_hint){
-        .param = cdata(self->params[row]),
-        .master = cdata(self->masters[row]),
-        .low = cdata(self->lows[row]),
+        .param = mp_hint_of(self->params[row]),
+        .master = mp_hint_of(self->masters[row]),
+        .low = mp_hint_of(self->lows[row]),
         .storage = storage_cdata(self->masters[row]),
     };
 }

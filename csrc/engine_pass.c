@@ -14,21 +14,11 @@
 /* The same for modules, with next to no work each. */
 #define HOMES_AHEAD 32
 
-/* A tensor's Python object, and the three cache lines of its implementation that a pass reads. */
-static inline void
-prefetch_tensor(const PyObject *object, const char *impl)
-{
-    __builtin_prefetch(object);
-    __builtin_prefetch(impl);
-    __builtin_prefetch(impl + 64);
-    __builtin_prefetch(impl + 128);
-}
-
 static inline void
 prefetch_param(const Engine *self, size_t row)
 {
     if (row < self->row_count) {
-        prefetch_tensor(self->params[row], self->hints[row].param);
+        mp_prefetch_tensor(self->params[row], self->hints[row].param);
         __builtin_prefetch(self->hints[row].storage);
     }
 }
@@ -455,7 +445,7 @@ restore_rows(Engine *self, size_t first, size_t count, PyObject **error)
     for (size_t row = first; row < first + count && self->low_count > 0; row++) {
         if (row + AHEAD < first + count) {
             prefetch_param(self, row + AHEAD);
-            prefetch_tensor(self->masters[row + AHEAD], self->hints[row + AHEAD].master);
+            mp_prefetch_tensor(self->masters[row + AHEAD], self->hints[row + AHEAD].master);
         }
         if (!self->is_low[row]) {
             continue;
@@ -475,7 +465,7 @@ mp_engine_lower(Engine *self)
 {
     for (size_t row = 0; row < self->row_count; row++) {
         if (row + AHEAD < self->row_count) {
-            prefetch_tensor(self->lows[row + AHEAD], self->hints[row + AHEAD].low);
+            mp_prefetch_tensor(self->lows[row + AHEAD], self->hints[row + AHEAD].low);
         }
         if (self->is_low[row]) {
             continue;

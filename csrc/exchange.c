@@ -14,6 +14,7 @@ typedef struct entry {
     PyTypeObject *type;       /* owned; NULL: free */
     PyObject *capsule;        /* owned; NULL when the type offers no table that we understand */
     const dl_exchange *table; /* NULL likewise; DLPack promises that it lives as long as the process */
+    PyObject *is_neg;         /* owned; the type's own method in C, called without a look-up; NULL: asked by name */
 } entry;
 
 enum { NAME_TABLE, NAME_DETACH, NAME_DLPACK, NAME_IS_CUDA, NAME_IS_NEG, NAME_IS_CONJ, NAME_COUNT };
@@ -58,6 +59,7 @@ mp_exchange_clear(mp_exchange *exchange)
 {
     for (size_t i = 0; i < CACHED_TYPES; i++) {
         exchange->entries[i].table = NULL;
+        Py_CLEAR(exchange->entries[i].is_neg);
         Py_CLEAR(exchange->entries[i].capsule);
         Py_CLEAR(exchange->entries[i].type);
     }
@@ -79,6 +81,7 @@ mp_exchange_traverse(mp_exchange *exchange, visitproc visit, void *arg)
     for (size_t i = 0; i < CACHED_TYPES; i++) {
         Py_VISIT(exchange->entries[i].type);
         Py_VISIT(exchange->entries[i].capsule);
+        Py_VISIT(exchange->entries[i].is_neg);
     }
     return 0;
 }
@@ -99,42 +102,92 @@ table_in(PyObject *capsule)
     return NULL;
 }
 
-/* Looks at a type for the first time.  0, or -1 with an exception. */
+/* An attribute of the type: a new reference, or NULL when it has none.  0, or -1 with an exception. */
 static int
-add_type(mp_exchange *exchange, PyTypeObject *type, const dl_exchange **out)
+type_attribute(PyTypeObject *type, PyObject *name, PyObject **out)
 {
-    PyObject *capsule = PyObject_GetAttr((PyObject *)type, exchange->names[NAME_TABLE]);
-    if (capsule == NULL) {
+    *out = PyObject_GetAttr((PyObject *)type, name);
+    if (*out == NULL) {
         if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
             return -1;
         }
         PyErr_Clear();
     }
-    *out = capsule != NULL ? table_in(capsule) : NULL;
-    if (*out == NULL) {
+    return 0;
+}
+
+/* *out: the method is_neg of a type that has it and is_conj in C, as torch.Tensor, else NULL: a new reference.  0, or -1
+ * with an exception. */
+static int
+bit_method(mp_exchange *exchange, PyTypeObject *type, PyObject **out)
+{
+    PyObject *is_conj = NULL;
+    if (type_attribute(type, exchange->names[NAME_IS_NEG], out) < 0) {
+        return -1;
+    }
+    if (type_attribute(type, exchange->names[NAME_IS_CONJ], &is_conj) < 0) {
+        Py_CLEAR(*out);
+        return -1;
+    }
+    if (*out != NULL && (is_conj == NULL || type->tp_getattro != PyObject_GenericGetAttr ||
+                         !Py_IS_TYPE(*out, &PyMethodDescr_Type) || !Py_IS_TYPE(is_conj, &PyMethodDescr_Type))) {
+        Py_CLEAR(*out);
+    }
+    Py_XDECREF(is_conj);
+    return 0;
+}
+
+/* Looks at a type for the first time.  0, or -1 with an exception. */
+static int
+add_type(mp_exchange *exchange, PyTypeObject *type, const entry **out)
+{
+    PyObject *capsule, *is_neg;
+    if (type_attribute(type, exchange->names[NAME_TABLE], &capsule) < 0) {
+        return -1;
+    }
+    if (bit_method(exchange, type, &is_neg) < 0) {
+        Py_XDECREF(capsule);
+        return -1;
+    }
+    const dl_exchange *table = capsule != NULL ? table_in(capsule) : NULL;
+    if (table == NULL) {
         Py_CLEAR(capsule);
     }
     /* Filled before the old references go: dropping those may run code that comes back here. */
     entry *place = &exchange->entries[exchange->next];
     entry old = *place;
     exchange->next = (exchange->next + 1) % CACHED_TYPES;
-    *place = (entry){.type = (PyTypeObject *)Py_NewRef(type), .capsule = capsule, .table = *out};
+    *place = (entry){.type = (PyTypeObject *)Py_NewRef(type), .capsule = capsule, .table = table, .is_neg = is_neg};
+    *out = place;
+    Py_XDECREF(old.is_neg);
     Py_XDECREF(old.capsule);
     Py_XDECREF(old.type);
     return 0;
+}
+
+/* *out: what is known of the type; good until another type is looked for.  0, or -1 with an exception. */
+static int
+find_type(mp_exchange *exchange, PyTypeObject *type, const entry **out)
+{
+    for (size_t i = 0; i < CACHED_TYPES; i++) {
+        if (exchange->entries[i].type == type) {
+            *out = &exchange->entries[i];
+            return 0;
+        }
+    }
+    return add_type(exchange, type, out);
 }
 
 /* *out: the type's exchange table (borrowed), NULL when it has none.  0, or -1 with an exception. */
 static int
 find_table(mp_exchange *exchange, PyTypeObject *type, const dl_exchange **out)
 {
-    for (size_t i = 0; i < CACHED_TYPES; i++) {
-        if (exchange->entries[i].type == type) {
-            *out = exchange->entries[i].table;
-            return 0;
-        }
+    const entry *found;
+    if (find_type(exchange, type, &found) < 0) {
+        return -1;
     }
-    return add_type(exchange, type, out);
+    *out = found->table;
+    return 0;
 }
 
 /* --- refusals ---------------------------------------------------------------------------------------------------- */
@@ -498,12 +551,11 @@ read_object(mp_exchange *exchange, PyObject *tensor, int whole, mp_view *out, co
 
 /* --- the interface ----------------------------------------------------------------------------------------------- */
 
-/* Refuses when the method called `name` exists and does not say False: the memory then holds other values than the
- * tensor. */
+/* Refuses when `answer` (stolen, NULL with an exception) of a method is there and not False: the memory then holds other
+ * values than the tensor. */
 static mp_exchange_result
-check_bit(PyObject *tensor, PyObject *name, const char *reason, const char **why)
+check_answer(PyObject *answer, const char *reason, const char **why)
 {
-    PyObject *answer = PyObject_CallMethodNoArgs(tensor, name);
     if (answer == NULL) {
         if (PyErr_ExceptionMatches(PyExc_AttributeError)) {
             PyErr_Clear();
@@ -517,17 +569,36 @@ check_bit(PyObject *tensor, PyObject *name, const char *reason, const char **why
     return refuse_if(is_set ? reason : NULL, why);
 }
 
+/* Refuses a tensor whose memory holds other values than it has.  Of PyTorch's own tensors only complex ones can be
+ * conjugate, and a gradient or parameter of ours is none: not asking saves 100 ns a gradient. */
+static mp_exchange_result
+check_bits(mp_exchange *exchange, PyObject *tensor, mp_dtype dtype, const char **why)
+{
+    static const char negative[] = "its negative bit is set", conjugate[] = "its conjugate bit is set";
+    const entry *found;
+    if (find_type(exchange, Py_TYPE(tensor), &found) < 0) {
+        return MP_EXCHANGE_ERROR;
+    }
+    if (found->is_neg != NULL && dtype != MP_DTYPE_NONE) {
+        PyObject *method = Py_NewRef(found->is_neg);
+        PyObject *answer = PyObject_Vectorcall(method, &tensor, 1, NULL);
+        Py_DECREF(method);
+        return check_answer(answer, negative, why);
+    }
+    PyObject *answer = PyObject_CallMethodNoArgs(tensor, exchange->names[NAME_IS_NEG]);
+    mp_exchange_result result = check_answer(answer, negative, why);
+    if (result == MP_EXCHANGE_OK) {
+        answer = PyObject_CallMethodNoArgs(tensor, exchange->names[NAME_IS_CONJ]);
+        result = check_answer(answer, conjugate, why);
+    }
+    return result;
+}
+
 mp_exchange_result
 mp_exchange_view(mp_exchange *exchange, PyObject *tensor, mp_view *out, const char **why)
 {
     mp_exchange_result result = read_object(exchange, tensor, 1, out, why);
-    if (result == MP_EXCHANGE_OK) {
-        result = check_bit(tensor, exchange->names[NAME_IS_NEG], "its negative bit is set", why);
-    }
-    if (result == MP_EXCHANGE_OK) {
-        result = check_bit(tensor, exchange->names[NAME_IS_CONJ], "its conjugate bit is set", why);
-    }
-    return result;
+    return result == MP_EXCHANGE_OK ? check_bits(exchange, tensor, out->dtype, why) : result;
 }
 
 mp_exchange_result

@@ -243,6 +243,9 @@ static int
 read_all(Gradients *self, PyObject **fresh, Py_ssize_t fired_row)
 {
     for (size_t row = 0; row < self->row_count; row++) {
+        if (row + MP_GRADIENTS_AHEAD < self->row_count) {
+            mp_gradients_prefetch(self, row + MP_GRADIENTS_AHEAD);
+        }
         if ((Py_ssize_t)row != fired_row && mp_gradients_get(self, row, &fresh[row]) < 0) {
             return -1;
         }
@@ -740,6 +743,7 @@ take_param(Gradients *self, size_t row, PyObject *param)
         return -1;
     }
     self->params[row] = Py_NewRef(param);
+    self->hints[row] = mp_hint_of(param);
     if (result == MP_EXCHANGE_OK) {
         self->numels[row] = view.numel;
         if (mp_gradients_use_device(self, &view, "a parameter") < 0) {
@@ -817,6 +821,9 @@ make_rows(Gradients *self, size_t count, size_t bucket_count)
     self->params = PyMem_Calloc(some, sizeof *self->params);
     self->stash = PyMem_Calloc(some, sizeof *self->stash);
     self->handed = PyMem_Calloc(some, sizeof *self->handed);
+    self->hints = PyMem_Calloc(some, sizeof *self->hints);
+    self->view_hints = PyMem_Calloc(some, sizeof *self->view_hints);
+    self->views = PyMem_Calloc(some, sizeof *self->views);
     self->numels = PyMem_Calloc(some, sizeof *self->numels);
     self->offsets = PyMem_Calloc(some, sizeof *self->offsets);
     self->bucket_of = PyMem_Calloc(some, sizeof *self->bucket_of);
@@ -826,8 +833,8 @@ make_rows(Gradients *self, size_t count, size_t bucket_count)
     self->phase = PyMem_Calloc(some, 1);
     self->fired = PyMem_Calloc(some, 1);
     self->buckets = PyMem_Calloc(bucket_count > 0 ? bucket_count : 1, sizeof *self->buckets);
-    if (self->params == NULL || self->stash == NULL || self->handed == NULL || self->numels == NULL ||
-        self->offsets == NULL || self->bucket_of == NULL || self->position == NULL || self->order == NULL ||
+    if (self->params == NULL || self->stash == NULL || self->handed == NULL || self->hints == NULL ||
+        self->view_hints == NULL || self->views == NULL || self->numels == NULL || self->offsets == NULL || self->bucket_of == NULL || self->position == NULL || self->order == NULL ||
         self->synced == NULL || self->phase == NULL || self->fired == NULL || self->buckets == NULL) {
         PyErr_NoMemory();
         return -1;
@@ -995,6 +1002,9 @@ gradients_dealloc(PyObject *object)
     PyMem_Free(self->bucket_of);
     PyMem_Free(self->offsets);
     PyMem_Free(self->numels);
+    PyMem_Free(self->views);
+    PyMem_Free(self->view_hints);
+    PyMem_Free(self->hints);
     PyMem_Free(self->handed);
     PyMem_Free(self->stash);
     PyMem_Free(self->params);

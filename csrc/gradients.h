@@ -54,6 +54,9 @@ typedef struct Gradients {
     PyObject **stash;  /* owned; NULL: nothing set aside */
     PyObject **handed; /* owned; what hand_over() left in `.grad`: owned so that its address is not used again.  Dropped
                           by the next begin() that finds something else */
+    const char **hints;      /* of params, to be prefetched: see engine_hints.c */
+    const char **view_hints; /* of what is in `views` */
+    PyObject **views;        /* the views last given, compared with and nothing else: they may be gone */
     int64_t *numels;
     int64_t *offsets; /* elements from the start of the packed bucket */
     size_t *bucket_of;
@@ -84,6 +87,15 @@ typedef struct Gradients {
     uint8_t *action;
     PyObject *weakrefs;
 } Gradients;
+
+/* How many rows ahead objects are asked for, as in engine_pass.c. */
+#define MP_GRADIENTS_AHEAD 8
+
+static inline void
+mp_gradients_prefetch(const Gradients *self, size_t row)
+{
+    mp_prefetch_tensor(self->params[row], self->hints[row]);
+}
 
 static inline PyObject *
 mp_gradients_name(const Gradients *self, size_t row)

@@ -309,6 +309,9 @@ pack(Gradients *self, operation *op, PyObject *out, double divisor)
         return -1;
     }
     for (size_t k = 0; k < op->bucket->count; k++) {
+        if (k + MP_GRADIENTS_AHEAD < op->bucket->count) {
+            mp_gradients_prefetch(self, op->bucket->rows[k + MP_GRADIENTS_AHEAD]);
+        }
         if (pack_row(self, op, k, &view) < 0) {
             return -1;
         }
@@ -387,6 +390,28 @@ give_work(Gradients *self, operation *op, size_t row, const handover *give, cons
     add_work(self, op, &total, give->divisor != 1.0);
 }
 
+/* Asks for the parameter and the view of position k.  Where a view lies is asked once, as long as it is the same. */
+static void
+prefetch_give(Gradients *self, const operation *op, size_t k, PyObject *views)
+{
+    if (k >= op->bucket->count) {
+        return;
+    }
+    size_t row = op->bucket->rows[k];
+    mp_gradients_prefetch(self, row);
+    if (views == NULL) {
+        return;
+    }
+    PyObject *view = PySequence_Fast_GET_ITEM(views, (Py_ssize_t)k);
+    if (view != self->views[row]) {
+        self->views[row] = view;
+        Py_INCREF(view); /* a subclass may run anything */
+        self->view_hints[row] = mp_hint_of(view);
+        Py_DECREF(view);
+    }
+    mp_prefetch_tensor(view, self->view_hints[row]);
+}
+
 static int
 give_row(Gradients *self, operation *op, size_t k, const handover *give)
 {
@@ -428,6 +453,7 @@ hand_over(Gradients *self, operation *op, PyObject *reduced, handover *give)
         return -1;
     }
     for (size_t k = 0; k < op->bucket->count; k++) {
+        prefetch_give(self, op, k + MP_GRADIENTS_AHEAD, give->views);
         if (give_row(self, op, k, give) < 0) {
             return -1;
         }

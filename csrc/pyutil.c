@@ -174,3 +174,13 @@ mp_view_layout_key(const mp_view *view)
     }
     return key;
 }
+
+const char *
+mp_hint_of(PyObject *object)
+{
+    PyObject *value = object != NULL ? PyObject_GetAttrString(object, "_cdata") : NULL;
+    void *address = value != NULL ? PyLong_AsVoidPtr(value) : NULL;
+    Py_XDECREF(value);
+    PyErr_Clear();
+    return address;
+}

@@ -45,6 +45,19 @@ int mp_view_same_layout(const mp_view *a, const mp_view *b);
 /* A number that differs when shape or strides do (where they matter, as above), but for one chance in 2^64. */
 uint64_t mp_view_layout_key(const mp_view *view);
 
+/* Where a tensor's implementation lies, or NULL; to be prefetched, never to be read.  Leaves no exception. */
+const char *mp_hint_of(PyObject *tensor);
+
+/* Asks for a tensor's Python object and the cache lines of its implementation that reading or switching it takes. */
+static inline void
+mp_prefetch_tensor(const PyObject *object, const char *impl)
+{
+    __builtin_prefetch(object);
+    __builtin_prefetch(impl);
+    __builtin_prefetch(impl + 64);
+    __builtin_prefetch(impl + 128);
+}
+
 static inline int
 mp_view_same_device(const mp_view *view, int device_type, int device_index)
 {
