@@ -342,11 +342,6 @@ launch_all(const Engine *self, void *stream, size_t *launched, mp_error *err)
             break;
         }
     }
-    if (status != MP_OK) {
-        /* What was enqueued has no event to wait for; a caller that frees or writes masters next must not race it. */
-        mp_error ignored;
-        self->backend->synchronize(self->device, &ignored);
-    }
     return status;
 }
 
@@ -374,11 +369,20 @@ launch_unlocked(const Engine *self, void *stream, size_t *launched, mp_error *er
         bytes += self->buckets[index].bytes_read;
     }
     if (!mp_engine_on_host(self) || bytes <= MP_GIL_BYTES) {
-        return launch_all(self, stream, launched, err);
+        status = launch_all(self, stream, launched, err);
     }
-    Py_BEGIN_ALLOW_THREADS
-    status = launch_all(self, stream, launched, err);
-    Py_END_ALLOW_THREADS
+    else {
+        Py_BEGIN_ALLOW_THREADS
+        status = launch_all(self, stream, launched, err);
+        Py_END_ALLOW_THREADS
+    }
+    if (status != MP_OK) {
+        /* What was enqueued has no event to wait for; a caller that frees or writes masters next must not race it. */
+        mp_error ignored;
+        Py_BEGIN_ALLOW_THREADS
+        self->backend->synchronize(self->device, &ignored);
+        Py_END_ALLOW_THREADS
+    }
     return status;
 }
 
