@@ -29,6 +29,18 @@ class Two(nn.Module):
         return self.b(self.a(x).tanh())
 
 
+class Saved(nn.Module):
+    """Operations that save the parameter itself for backward; a linear layer saves a transposed view of it."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(1, 2, 3, padding=1), nn.LayerNorm(width)
+        self.scale = nn.Parameter(torch.rand(width) + 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.norm(self.conv(x.unsqueeze(1))) * self.scale).tanh().sum(1)
+
+
 def scalar(value: float = 0.5) -> nn.Linear:
     """One weight, whose gradient is the input."""
     model = nn.Linear(1, 1, bias=False)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from modules import Two, column, mlp, scalar, vectors
+from modules import Saved, Two, column, mlp, scalar, vectors
 from oracle import BF16, F32, Trial, cast_inputs, mean_square, require_same, square_step, step_of
 from ranks import Rank, on_ranks
 from torch import nn
@@ -91,28 +91,35 @@ STEPS: dict[str, Callable[[Any, Any], None]] = {
 
 @on_ranks(2)
 @pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("build", [mlp, Saved])
 @pytest.mark.parametrize("name", STEPS)
-def test_forwards_of_one_step_equal_oracle(rank: Rank, name: str, reuse: bool) -> None:
+def test_forwards_of_one_step_equal_oracle(rank: Rank, name: str, build: Callable[[], nn.Module], reuse: bool) -> None:
     # the casts of two forwards are two graphs here and one in the oracle, where low-precision gradients are summed first
     exact = name not in ("evaluation_between_two",)
-    trial = Trial(rank, mlp(), options={"reuse_unchanged": reuse}, exact=exact)
+    trial = Trial(rank, build(), options={"reuse_unchanged": reuse}, exact=exact)
     if not exact:
         trial.tolerance = 2**-7
     trial.train(vectors(), step=STEPS[name], steps=4, accumulate=2)
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("build", [mlp, Saved])
 @pytest.mark.parametrize("step", [separate_backwards, separate_backwards_reversed])
-def test_forwards_two_with_a_backward_each_equal_oracle(rank: Rank, step: Callable[[Any, Any], None]) -> None:
+def test_forwards_two_with_a_backward_each_equal_oracle(
+    rank: Rank, step: Callable[[Any, Any], None], build: Callable[[], nn.Module]
+) -> None:
     # each backward is reduced: 2 ranks, so that the sum of the two means is the mean of the two sums up to rounding
-    trial = Trial(rank, mlp())
+    trial = Trial(rank, build())
     trial.tolerance = 1e-6
     trial.train(vectors(), step=step, steps=4)
 
 
 @on_ranks(2)
-def test_forwards_two_with_a_backward_each_inputs_get_the_gradients_of_their_own_copies(rank: Rank) -> None:
-    trial = Trial(rank, mlp())
+@pytest.mark.parametrize("build", [mlp, Saved])
+def test_forwards_two_with_a_backward_each_inputs_get_the_gradients_of_their_own_copies(
+    rank: Rank, build: Callable[[], nn.Module]
+) -> None:
+    trial = Trial(rank, build())
     xs = [x.requires_grad_() for x in (torch.randn(4, 8), torch.randn(4, 8))]
     first = mean_square(trial.ddp, xs[0])
     with torch.no_grad():
@@ -134,8 +141,11 @@ def test_forwards_two_with_a_backward_each_inputs_get_the_gradients_of_their_own
 
 
 @on_ranks(2)
-def test_forward_before_an_optimizer_step_and_backward_after_it_equal_oracle(rank: Rank) -> None:
-    model = mlp()
+@pytest.mark.parametrize("build", [mlp, Saved])
+def test_forward_before_an_optimizer_step_and_backward_after_it_equal_oracle(
+    rank: Rank, build: Callable[[], nn.Module]
+) -> None:
+    model = build()
     trial = Trial(rank, model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)  # writes that PyTorch does not see
     for seed in range(3):

@@ -62,12 +62,17 @@ def test_training_masters_of_several_dtypes_keep_theirs(rank: Rank, reduce: torc
     assert [p.dtype for p in model.parameters()] == [F64, F64, BF16, BF16, F32, F32]
 
 
-@on_ranks(2)
-def test_training_fp16_gradients_that_overflow_in_the_sum_average_right(rank: Rank) -> None:
-    trial = Trial(rank, scalar(0.0), ddp_mp.MixedPrecision(FP16, FP16))
-    trial.backward(step_of(lambda call, x: call(x).sum()), [column(40000)] * 2)
+@on_ranks(2, 3)
+@pytest.mark.parametrize(
+    ("param", "reduce", "value"), [(FP16, FP16, 40000.0), (BF16, BF16, 2.0**127), (BF16, F32, 2.0**127)], ids=str
+)
+def test_training_gradients_whose_sum_overflows_average_right(
+    rank: Rank, param: torch.dtype, reduce: torch.dtype, value: float
+) -> None:
+    trial = Trial(rank, scalar(0.0), ddp_mp.MixedPrecision(param, reduce))
+    trial.backward(step_of(lambda call, x: call(x).sum()), [column(value)] * rank.size)
     trial.check()
-    assert trial.module.weight.grad.item() == 40000
+    assert trial.module.weight.grad.item() == pytest.approx(value, rel=4 * torch.finfo(reduce).eps if rank.size > 2 else 0)
 
 
 @on_ranks(2)
