@@ -2,7 +2,7 @@
 
 #include <stdlib.h>
 
-#define SLOT_MIN 4096 /* 85 rows */
+#define SLOT_MIN 1024 /* 21 rows */
 
 /* Slots are cut from slabs: a model has hundreds of tables, and a pinned allocation costs as much as many launches. */
 #define SLAB_BYTES ((size_t)1024 * 1024)

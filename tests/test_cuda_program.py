@@ -63,14 +63,21 @@ def run(program: Path, image: Path, library: Path, *arguments: str, prefix=(), *
     return done.stderr
 
 
-@pytest.mark.parametrize(
-    "flavour", ["plain", pytest.param("address", marks=pytest.mark.slow), pytest.param("thread", marks=pytest.mark.slow)]
-)
-def test_backend_passes_on_the_simulated_driver(flavour, image, programs):
+def run_sanitized(flavour: str, programs, image: Path, *arguments: str) -> None:
     prefix = runner(flavour)
     if prefix is None:
         pytest.skip(f"{CC} has no runtime for {FLAGS[flavour][0]} here")
-    run(programs(flavour), image, build.library(SANITIZE[flavour]), prefix=prefix)
+    run(programs(flavour), image, build.library(SANITIZE[flavour]), *arguments, prefix=prefix)
+
+
+@pytest.mark.parametrize("flavour", ["plain", pytest.param("address", marks=pytest.mark.slow)])
+def test_backend_passes_on_the_simulated_driver(flavour, image, programs):
+    run_sanitized(flavour, programs, image)
+
+
+@pytest.mark.slow
+def test_threads_share_a_device_without_races(image, programs):
+    run_sanitized("thread", programs, image, "threads")
 
 
 @pytest.mark.parametrize("capability", ["75", "80", "86", "90", "100", "103", "120"])

@@ -9,6 +9,7 @@
  * test_cuda               everything
  * test_cuda convert NOTE  conversion alone, on the driver and device that the environment gives the simulator; the
  *                         image in use is NOTE
+ * test_cuda threads       what is shared between threads, alone: for ThreadSanitizer
  * test_cuda refuse TEXT   opening fails and the error contains TEXT
  */
 #include <dlfcn.h>
@@ -181,7 +182,7 @@ new_stream(void)
 /* A table with a float32 -> bfloat16 row, the values that it reads and where they go.  Rows of one element pad it to a
  * size that few tests use, where a test wants to see its own slots being used again. */
 #define COUNT 3000
-#define MAX_PAD 800
+#define MAX_PAD 200
 typedef struct fixture {
     float *master;
     uint16_t *low, *padding;
@@ -631,7 +632,7 @@ test_table_is_ordered_where_callers_forget(void)
     for (int seed = 0; seed < 8; seed++) {
         fixture f;
         sim.begin(schedules[seed % 4], (uint64_t)seed);
-        fixture_init_padded(&f, 100);
+        fixture_init_padded(&f, 25);
         for (int step = 0; step < 9; step++) {
             f.row.numel = 8 + step / 3;
             OK(set_rows(&f));
@@ -667,10 +668,10 @@ test_slot_in_use_is_not_taken(void)
         int steps;          /* operations that run before the rows change */
         void *first, *then; /* NULL: the private stream */
     } cases[] = {
-        {"cuLaunchKernel", 100, 0, stream, NULL},
-        {"cuEventRecord", 200, 0, stream, NULL},
-        {NULL, 400, 1, stream, NULL},
-        {NULL, 800, 1, NULL, stream},
+        {"cuLaunchKernel", 25, 0, stream, NULL},
+        {"cuEventRecord", 50, 0, stream, NULL},
+        {NULL, 100, 1, stream, NULL},
+        {NULL, 200, 1, NULL, stream},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         fixture f;
@@ -702,7 +703,7 @@ test_slots_change_streams(void)
         fixture f[3];
         sim.begin(schedules[seed % 4], (uint64_t)seed);
         for (int i = 0; i < 3; i++) {
-            fixture_init_padded(&f[i], 200);
+            fixture_init_padded(&f[i], 50);
         }
         for (int step = 0; step < 12; step++) {
             fixture *g = &f[(step + seed) % 3];
@@ -891,7 +892,7 @@ capture_and_replay(int schedule, int moved)
     void *stream = new_stream(), *graph = NULL, *exec = NULL;
     uint64_t before[sizeof forbidden / sizeof *forbidden];
     sim.begin(schedule, 7);
-    fixture_init_padded(&f, 100);
+    fixture_init_padded(&f, 25);
     fixture g = f; /* as the graph sees it */
     one_step(&f, stream, 1.0f);
     uint16_t *elsewhere = device_memory(COUNT * sizeof *elsewhere, "graph memory");
@@ -929,8 +930,8 @@ test_capture_is_unharmed_by_other_streams(void)
     sim.begin(SIM_LAZY, 1);
     fixture_init(&f);
     OK(backend->launch(f.table, 1.0, &error));
-    fixture_init_padded(&other, 400);
-    fixture_init_padded(&third, 200);
+    fixture_init_padded(&other, 100);
+    fixture_init_padded(&third, 50);
     for (int i = 0; i < 2; i++) { /* one slot each in the queue: the private stream's last reads, a caller's */
         OK(backend->launch(other.table, 1.0, &error));
         OK(backend->launch_on(third.table, 1.0, free_stream, &error));
@@ -970,13 +971,13 @@ test_capture_of_too_many_tables_is_refused(void)
     for (int turn = 0; turn < 2; turn++) {
         CHECK_EQ(sim.cuStreamBeginCapture(stream, 0), 0);
         mp_status status = MP_OK;
-        for (launches = 0; status == MP_OK && launches < 2000; launches++) {
+        for (launches = 0; status == MP_OK && launches < 4000; launches++) {
             f.row.numel = 1 + launches;
             OK(backend->table_set(f.table, &f.row, 1, &error));
             status = backend->launch_on(f.table, 1.0, stream, &error);
         }
         CHECK_EQ(status, MP_ERR_DEVICE);
-        CHECK(launches > 200);
+        CHECK(launches > 1000);
         CHECK(strstr(error.text, "run one warm-up step") != NULL);
         CHECK_EQ(sim.cuStreamEndCapture(stream, &graph), 0); /* the capture itself is unharmed */
         OK(backend->launch(settled.table, 1.0, &error)); /* even one that has nothing to send */
@@ -1096,7 +1097,7 @@ test_failure_after_the_copy_keeps_the_slot(void)
     for (int turn = 0; turn < 8; turn++) {
         const char *failing = turn & 1 ? "cuLaunchKernel" : "cuEventRecord";
         sim.begin(turn & 4 ? SIM_LAZY : SIM_RANDOM, (uint64_t)turn);
-        fixture_init_padded(&f, 200);
+        fixture_init_padded(&f, 50);
         for (int step = 0; step < 6; step++) {
             f.row.numel = 100 + step;
             OK(set_rows(&f));
@@ -1233,7 +1234,11 @@ main(int argc, char **argv)
     }
     load_simulator(library);
     load_image(image);
-    if (argc == 3 && strcmp(argv[1], "convert") == 0) {
+    if (argc == 2 && strcmp(argv[1], "threads") == 0) {
+        OK(backend->open(0, &device, &error));
+        test_threads_share_a_device();
+    }
+    else if (argc == 3 && strcmp(argv[1], "convert") == 0) {
         test_convert(argv[2]);
     }
     else if (argc == 3 && strcmp(argv[1], "refuse") == 0) {
