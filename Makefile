@@ -30,7 +30,7 @@ PYTEST = mkdir -p build/tmp && tmp=$$(mktemp -d build/tmp/pytest-XXXXXX) && trap
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup dev demo test check sanitize bench gpu wheel clean distclean
+.PHONY: help setup dev demo test check sanitize mutate bench gpu wheel clean distclean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-10s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,6 +66,9 @@ check: $(BUILT) ## format, lint, types and the fast tests
 
 sanitize: $(BUILT) ## run the tests with AddressSanitizer and UndefinedBehaviorSanitizer in all C code
 	PYTHON=$(PY) scripts/sanitize.sh $(PYTEST_ARGS)
+
+mutate: $(BUILT) ## take waits, records and checks out of the CUDA code one at a time: do tests notice? (an hour)
+	$(PY) scripts/mutate_cuda.py
 
 bench: $(BUILT) ## run every benchmark; results as JSON, text and plots in benchmarks/results
 	$(PY) -m benchmarks

@@ -1,0 +1,156 @@
+"""Rows for the kernel: every combination of types, in every position that it treats differently, with every scaling.
+
+    python tests/kernel_rows.py PTX CAPABILITY RESULT
+
+runs PTX text on the simulated driver and compares with RESULT, or makes it when it does not exist; exit status 1 when they
+differ.  That is how scripts/mutate_cuda.py tries thousands of kernels: without PyTorch and without the extension.
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+SIZES = (8, 4, 2, 2)  # of float64, float32, bfloat16, float16: mp_dtype of csrc/dtype.h
+NAMES = ("float64", "float32", "bfloat16", "float16")
+NONE = 255
+SHIFT = 10  # chunks of 1024 elements: one full step of the loop with the most loads in flight
+GRID = 3
+
+#: Divisor, and the factor and scaling that the extension makes of it.
+SCALINGS = ((1.0, 1.0, 0), (8.0, 0.125, 1), (3.0, 3.0, 2))
+
+#: Elements, where the destination begins (elements behind 16 bytes), what is added to where src and add would be aligned.
+Shape = tuple[int, int, int, int]
+CONVERTED: tuple[Shape, ...] = ((2400, 0, 0, 0), (1330, 1, 0, 0), (1330, 3, 1, 0), (5, 1, 0, 0), (1, 0, 0, 0))
+COMBINED: tuple[Shape, ...] = ((1100, 0, 0, 0), (531, 3, 1, 0), (531, 2, 0, 1), (525, 1, 3, 1), (5, 1, 0, 0))
+DOUBLE: tuple[Shape, ...] = ((1070, 1, 0, 0), (40, 0, 0, 0), (1, 0, 0, 0))
+
+
+def shapes(src: int, add: int, dst: int) -> tuple[Shape, ...]:
+    """What the kernel treats differently for rows of these types."""
+    if 0 in (src, add, dst):
+        return DOUBLE
+    return CONVERTED if src != NONE and add == NONE else COMBINED
+
+
+ROW = np.dtype(
+    [("src", "u8"), ("add", "u8"), ("dst", "u8"), ("numel", "i8"), ("first", "i8"), ("types", "u4"), ("reserved", "u4")]
+)
+
+
+def values(type_: int, count: int, seed: int) -> np.ndarray:
+    """Bytes of ``count`` numbers: ordinary ones of several magnitudes, and every kind of special one."""
+    make = np.random.default_rng(seed)
+    ordinary = make.standard_normal(count) * 2.0 ** make.integers(-12, 12, count)
+    special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-7, -6e-8, 1e-41, -1e-39, 65519.9, 65520.1, 1e38, 3.5e38, 1e300])
+    chosen = np.where(make.random(count) < 0.15, special[make.integers(0, len(special), count)], ordinary)
+    # Ties of the narrow types, and what lies just beside them.
+    near = np.float32(1.0 + make.integers(0, 2048, count) / 2048) * (1 + make.integers(-1, 2, count) * 2.0**-23)
+    chosen = np.where(make.random(count) < 0.2, near, chosen)
+    with np.errstate(over="ignore"):
+        if type_ == 0:
+            return chosen.astype(np.float64).view(np.uint8)
+        if type_ == 1:
+            return chosen.astype(np.float32).view(np.uint8)
+        if type_ == 2:
+            return (chosen.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+        return chosen.astype(np.float16).view(np.uint8)
+
+
+class Rows:
+    """The memory, and where each row lies in it."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, int, int, int, int, int, int]] = []  # types and offsets of src, add, dst; elements
+        parts: list[np.ndarray] = []
+        self.size = 0
+        for src in (0, 1, 2, 3, NONE):
+            for add in (0, 1, 2, 3, NONE):
+                for dst in range(4):
+                    for shape in shapes(src, add, dst):
+                        self._add(parts, src, add, dst, shape)
+        memory = np.concatenate(parts)
+        # Aligned to 256 bytes, which an array of NumPy is not.
+        self._kept = np.zeros(len(memory) + 256, np.uint8)
+        start = -self._kept.ctypes.data % 256
+        self.memory = self._kept[start : start + len(memory)]
+        self.memory[:] = self.initial = memory
+
+    def _place(self, parts: list[np.ndarray], offset: int, content: np.ndarray) -> int:
+        room = -(-(offset + len(content) + 32) // 16) * 16
+        block = np.full(room, 0xA5, np.uint8)
+        block[offset : offset + len(content)] = content
+        parts.append(block)
+        at = self.size + offset
+        self.size += room
+        return at
+
+    def _add(self, parts: list[np.ndarray], src: int, add: int, dst: int, shape: Shape) -> None:
+        numel, begin, src_off, add_off = shape
+        head = -begin % (16 // SIZES[dst])
+        places = []
+        for type_, off in ((src, src_off), (add, add_off)):
+            if type_ == NONE:
+                places.append(0)
+                continue
+            offset = ((-head + off) % (16 // SIZES[type_])) * SIZES[type_]
+            places.append(self._place(parts, offset, values(type_, numel, len(parts))))
+        offset = begin % (16 // SIZES[dst]) * SIZES[dst]
+        target = self._place(parts, offset, np.full(numel * SIZES[dst], 0xA5, np.uint8))
+        self.rows.append((src, add, dst, places[0], places[1], target, numel))
+
+    def table(self) -> tuple[np.ndarray, int]:
+        """What the kernel reads, and the chunks in all.  As csrc/cuda_table.c makes it."""
+        base, chunk = self.memory.ctypes.data, 0
+        table = np.zeros(len(self.rows), ROW)
+        for i, (src, add, dst, s, a, d, numel) in enumerate(self.rows):
+            types = src | add << 8 | dst << 16
+            addresses = (base + s if src != NONE else 0, base + a if add != NONE else 0, base + d)
+            table[i] = (*addresses, numel, chunk, types, 0)
+            head = min(numel, (-(base + d) % 16) // SIZES[dst])
+            chunk += max(1, -((head - numel) >> SHIFT))
+        return table, chunk
+
+    def run(self, image: bytes, capability: int) -> Iterator[np.ndarray]:
+        """The memory after a launch with each scaling.  Raises AssertionError for whatever the driver reports."""
+        from simcuda.driver import Driver
+        from simcuda.fixtures import load
+        from simcuda.sim import Schedule
+
+        sim = load()
+        sim.reset(Schedule.LAZY, 1)
+        sim.set_devices(capability)
+        driver = Driver(sim.library)
+        driver.start()
+        stream = driver.stream()
+        table, chunks = self.table()
+        sim.register(self.memory.ctypes.data, self.memory.nbytes, "rows", keep=self)
+        sim.register(table.ctypes.data, table.nbytes, "table", keep=table)
+        _, function = driver.function(image, "mp_cast")
+        for _, factor, scaling in SCALINGS:
+            self.memory[:] = self.initial
+            arguments = [C.c_uint64(table.ctypes.data), C.c_uint32(len(table)), C.c_uint32(SHIFT), C.c_int64(chunks)]
+            arguments += [C.c_double(factor), C.c_uint32(scaling)]
+            driver.launch(function, stream, arguments, grid=GRID, block=256)
+            driver.cuStreamSynchronize(stream)
+            assert sim.report() == []
+            yield self.memory.copy()
+
+
+def main(image: str, capability: str, expected: str) -> int:
+    """The command."""
+    results = Rows().run(Path(image).read_bytes() + b"\0", int(capability))
+    if not Path(expected).exists():
+        np.save(expected, np.stack(list(results)))
+        return 0
+    wanted = np.load(expected)
+    return int(not all(np.array_equal(result, want) for result, want in zip(results, wanted, strict=True)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

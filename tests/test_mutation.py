@@ -1,0 +1,96 @@
+"""The kernel over every kind of row, against the host backend; and that scripts/mutate_cuda.py still works.
+
+The whole mutation run is `make mutate`: it takes long and is no part of the tests.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from kernel_rows import NAMES, NONE, SCALINGS, SIZES, Rows
+from simulated import require_simulator
+
+from ddp_mp import _C
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "scripts" / "mutate_cuda.py"
+sys.path.insert(0, str(SCRIPT.parent))
+
+
+@pytest.fixture(scope="module")
+def image() -> bytes:
+    """The kernel image, made from the sources as they are now."""
+    import runpy
+    import tempfile
+
+    from simcuda import build
+
+    require_simulator()
+    try:
+        nvcc = build.nvcc()
+    except build.UnavailableError as error:
+        pytest.skip(str(error))
+    helper = runpy.run_path(str(ROOT / "csrc" / "kernels" / "build_image.py"))
+    with tempfile.TemporaryDirectory() as folder:
+        content, _ = helper["build"](nvcc, str(ROOT / "csrc" / "kernels" / "cast.cu"), folder)
+    return content
+
+
+def by_the_host(rows: Rows, divisor: float) -> np.ndarray:
+    """The memory after the host backend did the same."""
+    rows.memory[:] = rows.initial
+    memory = torch.from_numpy(rows.memory)
+
+    def view(type_: int, offset: int, numel: int) -> torch.Tensor | None:
+        if type_ == NONE:
+            return None
+        return memory[offset : offset + numel * SIZES[type_]].view(getattr(torch, NAMES[type_]))
+
+    lists: tuple[list[torch.Tensor | None], ...] = ([], [], [])
+    for src, add, dst, *offsets, numel in rows.rows:
+        for into, type_, offset in zip(lists, (src, add, dst), offsets, strict=True):
+            into.append(view(type_, offset, numel))
+    _C.fuse(lists[0], lists[1], lists[2], divisor)  # type: ignore[arg-type]
+    return rows.memory.copy()
+
+
+def equal_but_for_nan(rows: Rows, got: np.ndarray, want: np.ndarray) -> bool:
+    """Bit for bit; a NaN is any NaN, as devices make only one."""
+    a, b = torch.from_numpy(got.copy()), torch.from_numpy(want.copy())
+    for _, _, dst, _, _, offset, numel in rows.rows:
+        part = slice(offset, offset + numel * SIZES[dst])
+        x, y = (t[part].view(getattr(torch, NAMES[dst])) for t in (a, b))
+        both = x.isnan() & y.isnan()
+        x[both] = y[both] = 0
+    return torch.equal(a, b)
+
+
+@pytest.mark.parametrize("capability", [75, 80, 90, 100, 120])
+def test_kernel_rows_equal_the_host_backend_on_every_architecture(image: bytes, capability: int) -> None:
+    from mutate_cuda import ptx_of
+
+    rows = Rows()
+    results = list(rows.run(ptx_of(image)[capability].encode() + b"\0", capability))
+    for got, (divisor, _, _) in zip(results, SCALINGS, strict=True):
+        assert equal_but_for_nan(rows, got, by_the_host(rows, divisor)), f"divisor {divisor}"
+
+
+def test_mutation_script_finds_mutants_and_kills_some(image: bytes) -> None:
+    from mutate_cuda import BACKEND, mutants_of, ptx_mutants
+
+    for stem in (*BACKEND, "engine_pass"):
+        assert len(mutants_of(stem)) > 5, stem
+    assert len(ptx_mutants(image, [80])) > 500
+
+
+@pytest.mark.slow
+def test_mutation_script_judges_a_mutant_of_the_kernel(image: bytes) -> None:
+    command = [sys.executable, str(SCRIPT), "--part", "ptx", "--architectures", "90", "--sample", "3", "--no-report"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert "Killed:" in done.stdout, done.stdout + done.stderr
+    assert "killed " in done.stdout
