@@ -182,7 +182,7 @@ new_stream(void)
 /* A table with a float32 -> bfloat16 row, the values that it reads and where they go.  Rows of one element pad it to a
  * size that few tests use, where a test wants to see its own slots being used again. */
 #define COUNT 3000
-#define MAX_PAD 200
+#define MAX_PAD 400
 typedef struct fixture {
     float *master;
     uint16_t *low, *padding;
@@ -694,6 +694,28 @@ test_slot_in_use_is_not_taken(void)
     }
 }
 
+/* Two streams that nobody ordered: the second's launch stands for the first's, so it does not end before that. */
+static void
+test_slot_in_use_by_two_streams_is_not_taken(void)
+{
+    fixture f;
+    void *first = new_stream(), *second = new_stream();
+    sim.begin(SIM_LAZY, 1);
+    fixture_init_padded(&f, 400); /* alone in its queue */
+    OK(backend->launch_on(f.table, 1.0, first, &error));
+    OK(backend->launch_on(f.table, 1.0, second, &error));
+    CHECK_EQ(sim.cuStreamSynchronize(second), 0);
+    for (int step = 0; step < 3; step++) {
+        f.row.numel--;
+        OK(set_rows(&f));
+        OK(backend->launch(f.table, 1.0, &error));
+    }
+    CHECK_EQ(sim.cuStreamSynchronize(first), 0);
+    OK(backend->synchronize(device, &error));
+    expect_tables_ordered();
+    fixture_fini(&f);
+}
+
 /* Slots that go from a table used on one stream to a table used on another. */
 static void
 test_slots_change_streams(void)
@@ -1177,6 +1199,7 @@ test_all(void)
     mp_device *second;
     OK(backend->open(1, &second, &error));
     test_slot_in_use_is_not_taken(); /* first: it needs an empty queue */
+    test_slot_in_use_by_two_streams_is_not_taken();
     test_launch_converts_as_the_host(device, 60);
     test_launch_converts_as_the_host(second, 60);
     test_table_empty_launches_nothing();
