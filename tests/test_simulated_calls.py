@@ -378,3 +378,32 @@ def test_fault_of_every_call_surfaces_and_leaves_masters_and_gradients(rank: Ran
 
         swallowed = sweep(device, prepare, act, verify)
         assert not swallowed, f"errors that did not surface: {swallowed}"
+
+
+def _tensors(bench: Bench) -> tuple[torch.Tensor, torch.Tensor]:
+    source, target = torch.randn(700), torch.zeros(700, dtype=torch.bfloat16)
+    bench.device.bridge.adopt(source, target)
+    return source, target
+
+
+OPERATIONS: dict[str, Action] = {
+    "cast": (_tensors, lambda bench, pair: _C.cast(*pair)),
+    "fuse": (_tensors, lambda bench, pair: _C.fuse([pair[0]], [None], [pair[1]], 2.0)),
+    "fuse on the private stream": (_tensors, lambda bench, pair: _C.fuse([pair[0]], [None], [pair[1]], 2.0, private=True)),
+}
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_fault_of_every_call_of_an_operation_surfaces(rank: Rank, name: str) -> None:
+    before, action = OPERATIONS[name]
+    with simulated_device() as device:
+        bench = Bench(rank, device)
+        bench.step()
+
+        def verify() -> None:
+            bench.ddp.state_dict()
+            bench.step()
+
+        swallowed = sweep(device, lambda: before(bench), lambda given: action(bench, given), verify)
+        assert not swallowed, f"errors that did not surface: {swallowed}"
