@@ -63,11 +63,14 @@ def test_hook_of_pytorch_registered_at_any_time_equals_oracle(rank: Rank, name: 
 
 
 @on_ranks(2)
-def test_hook_power_sgd_registered_after_patching_trains_the_same_on_all_ranks(rank: Rank) -> None:
-    model = mlp(32, 2)
-    trial = Trial(rank, model)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hook_power_sgd_registered_at_any_time_equals_oracle(rank: Rank, when: str) -> None:
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=32, start_powerSGD_iter=2, min_compression_rate=0.1)
+    trial = Trial(rank, mlp(32, 2), how="later")
+    if when == "before":
+        ddp_mp.unpatch(trial.ddp)
     trial.ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    ddp_mp.patch(trial.ddp, mixed_precision=trial.precision)
     trial.tolerance = 2e-2  # full rank: what is left is the error of orthogonalisation
     trial.train(vectors(width=32), steps=4)
 
