@@ -21,6 +21,7 @@ def main() -> None:
     ddp = DistributedDataParallel(model)
     ddp_mp.patch(ddp, mixed_precision=ddp_mp.MixedPrecision(torch.bfloat16, torch.float32))  # the line
 
+    torch.manual_seed(dist.get_rank())  # other data on every rank
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
     for step in range(50):
         x = torch.randn(128, 64, device=device)
