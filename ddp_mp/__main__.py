@@ -15,19 +15,21 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     info = commands.add_parser("info", help="what this build is and what it found on this machine")
     info.add_argument("--json", action="store_true", help="as JSON")
-    commands.add_parser("demo", help="train a small GPT with two processes, full and mixed precision side by side")
-    bench = commands.add_parser("bench", help="host time of the hooks, ours and PyTorch's, on this machine")
-    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on; see bench --help")
-    args = parser.parse_args(argv)
+    # these two have options of their own, --help included
+    commands.add_parser("demo", add_help=False, help="train a small GPT with two processes, full and mixed precision")
+    commands.add_parser("bench", add_help=False, help="host time of the hooks, ours and PyTorch's, on this machine")
+    args, rest = parser.parse_known_args(argv)
     if args.command == "info":
+        if rest:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
         return _info(args.json)
     if args.command == "demo":
         from .demo import main as demo
 
-        return demo()
+        return demo(rest)
     from .bench import main as run_bench
 
-    return run_bench(args.arguments)
+    return run_bench(rest)
 
 
 def _info(as_json: bool) -> int:

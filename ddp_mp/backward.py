@@ -7,6 +7,8 @@ inside are checkpointed, or, where a loss does not come from an output, by the f
 from __future__ import annotations
 
 import warnings
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,7 +44,10 @@ class Backward:
         self._first_round = static_graph
         self._running: _Running | None = None
         self._warned = False
-        self._on_reached, self._on_end = weakly(self._start, None), weakly(self._finish, None)
+        self.forwarding = False  # a forward of the module is under way
+        self._switching = False  # masters are being put back
+        self.keeper: Callable[[], object] = lambda: None  # what a graph keeps alive until its backward: the patched model
+        self._on_reached, self._on_dead = weakly(self._start, None), weakly(self._graph_died, None)
         self.futures: list[Any] = []  # of buffer communication hooks: waited for at the end of the next backward
 
     # --- forwards ----------------------------------------------------------------------------------------------------
@@ -59,7 +64,7 @@ class Backward:
             self.passes = [p for p in self.passes if p.pending and p.anchored]
         new = Pass(self.low.copies, self.low.epoch)
         if outputs:
-            new.watch(outputs, self._on_reached)
+            new.watch(outputs, self._on_reached, self._on_dead, keep=self.keeper())
         self.passes.append(new)
         return new
 
@@ -123,7 +128,7 @@ class Backward:
             self.low.enter_again(reached.copies)
             self.low.wait()
         self.reducer.begin(sync, early=self._may_reduce_early(reached))
-        Variable._execution_engine.queue_callback(self._on_end)
+        Variable._execution_engine.queue_callback(_End(self, self._running))
 
     def _join(self, running: _Running, reached: Pass) -> None:
         """Another forward's outputs take part in the backward under way."""
@@ -149,10 +154,10 @@ class Backward:
             touched = self.reducer.touched()
             if touched:
                 for reached in running.passes:
-                    reached.done = True
+                    reached.finish()
             self.low.leave(live=self.live())
             self._reduce(running, touched)
-            if touched:
+            if touched and running.passes:
                 self._warn_when_uncast()
             while self.futures:
                 self.futures.pop(0).wait()
@@ -186,9 +191,11 @@ class Backward:
     def _fail(self) -> None:
         """Masters in place, gradients as they were before the backward."""
         self._running = None
+        self._switching = True
         try:
             self.low.leave(live=self.live())
         finally:
+            self._switching = False
             self.low.switch_back()
             self.reducer.abort()
 
@@ -196,9 +203,45 @@ class Backward:
         """Masters in place for whoever is about to use them; a graph that waits for its backward keeps its copies."""
         self.drop_dead()
         if self._running is None and self.low.is_low:
-            self.low.leave(live=self.live())
+            self._switching = True
+            try:
+                self.low.leave(live=self.live())
+            finally:
+                self._switching = False
+
+    def _graph_died(self, _anchor: object) -> None:
+        """A forward was discarded: when no other is waiting for its backward, nothing needs the copies any more.
+
+        Python may find out anywhere, also in the middle of our own work, where the next hook sees to it.
+        """
+        if self.forwarding or self._switching or self._running is not None:
+            return
+        if self.low.is_low and not any(waiting.pending for waiting in self.passes):
+            self.expose()
 
     def error(self) -> None:
         """A hook of the reducer failed."""
         if self._running is not None:
             self._fail()
+
+
+class _End:
+    """The engine's callback at the end of the outermost graph task.
+
+    A backward that fails outside our hooks never calls it, but drops it before the error reaches the user.
+    """
+
+    __slots__ = ("_owner", "_running")
+
+    def __init__(self, owner: Backward, running: _Running) -> None:
+        self._owner, self._running = weakref.ref(owner), running
+
+    def __call__(self) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner._finish()
+
+    def __del__(self) -> None:
+        owner = self._owner()
+        if owner is not None and owner._running is self._running:
+            owner._fail()

@@ -62,27 +62,42 @@ class Forward:
         if self._calls:
             self._calls = [call for call in self._calls if call.on_stack(frame)]
         self.backward.drop_dead()
+        self.backward.forwarding = True
         call = _Call(frame, sys.exc_info()[1])
-        self._cast()
+        try:
+            call.ours = self._cast()
+        except BaseException:
+            self.backward.forwarding = bool(self._calls)
+            raise
         self.forwards += 1
         self._calls.append(call)
 
-    def _cast(self) -> None:
+    def _cast(self) -> bool:
+        """Returns whether the forward computes with the module's own parameters."""
         if not self._prepare(False):
-            return
+            return False
         try:
             self.low.enter(live=self.backward.live())
         except ReplacedError:
             if not self._prepare(True):
-                return
+                return False
             self.low.enter(live=False)
         self.waits.at_root()
+        return True
 
     def _leave(self, output: Any) -> None:
         call = self._calls.pop() if self._calls else None
+        try:
+            self._end_call(call, output)
+        finally:
+            self.backward.forwarding = bool(self._calls)
+
+    def _end_call(self, call: _Call | None, output: Any) -> None:
         self.waits.forward_ended()
         if self._calls or self.backward.running:
             return  # the module called itself, or a checkpoint computes its forward again inside a backward
+        if call is not None and not call.ours:
+            return
         failed = call is not None and sys.exc_info()[1] is not call.handled
         if failed or not torch.is_grad_enabled():
             self.low.leave(live=self.backward.live())
@@ -115,10 +130,11 @@ def _module_call(frame: FrameType) -> FrameType:
 class _Call:
     """One call of the root module under way."""
 
-    __slots__ = ("frame", "handled")
+    __slots__ = ("frame", "handled", "ours")
 
     def __init__(self, frame: FrameType, handled: BaseException | None) -> None:
         self.frame = frame
+        self.ours = True  # no tensors stand in for the parameters
         self.handled = handled  # the exception being handled when the call began: an error of the call is another one
 
     def on_stack(self, frame: FrameType | None) -> bool:

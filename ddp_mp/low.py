@@ -43,6 +43,7 @@ class _Arenas:
         ]
         storages = [arena.untyped_storage() for arena in self.arenas]
         # bound and looked up once: both are used in every step
+        self._storages = storages
         self._resize = [(storage.resize_, nbytes) for storage, nbytes in zip(storages, self.bytes, strict=True)]
         self._owners = [(storage._cdata, torch._C._storage_Use_Count(storage._cdata)) for storage in storages]
         self.allocated = True
@@ -54,9 +55,11 @@ class _Arenas:
 
     def release(self) -> bool:
         """Frees the memory and returns True, or returns False when somebody else still refers to some of it."""
-        for address, owners in self._owners:
-            if torch._C._storage_Use_Count(address) != owners:
-                return False
+        for storage, (address, owners) in zip(self._storages, self._owners, strict=True):
+            if torch._C._storage_Use_Count(address) != owners or not storage.resizable():
+                return False  # resizable: numpy, for one, marks memory that it looked at
+            if storage.device.type == "cpu" and storage.is_shared():
+                return False  # another process may map it
         for resize, _ in self._resize:
             resize(0)
         self.allocated = False
@@ -343,6 +346,8 @@ class LowPrecision:
     def _make_ready(self, copies: Copies | None) -> None:
         """These copies (None: new ones) are bound, and have their memory."""
         if copies is None:
+            if any(group.engine.check() == _C.REPLACED for group in self.groups):
+                raise ReplacedError  # before anything is allocated: tensors may stand in for the parameters
             copies = Copies([group.new_arenas() for group in self.groups])
         if copies is not self.copies:
             self._bind(copies)

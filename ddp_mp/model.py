@@ -46,6 +46,7 @@ class PatchedModel:
         self.backward = Backward(self.low, ddp.static_graph)
         self.reducer = self._new_reducer(ddp)
         self.backward.reducer = self.reducer
+        self.backward.keeper = weakref.ref(self)
         self.low.on_moved = self.reducer.hook_again
         self.forward = Forward(self._module, self.low, self.backward, self._new_waits(), weakly(self._prepare, False))
         self.guards = self._new_guards()
@@ -56,6 +57,11 @@ class PatchedModel:
     def wrapper(self) -> DistributedDataParallel | None:
         """The wrapper, while it lives."""
         return self._ddp()
+
+    @property
+    def root(self) -> nn.Module:
+        """The wrapped module."""
+        return self._module
 
     @property
     def needs_exposing(self) -> bool:

@@ -41,29 +41,43 @@ class Pass:
         """Whether the end of its graph can be seen."""
         return self._anchor is not None
 
-    def watch(self, outputs: list[torch.Tensor], on_backward: Callable[[Pass], None]) -> None:
-        """Calls ``on_backward(self)`` when a backward reaches any of the outputs.
+    def watch(
+        self,
+        outputs: list[torch.Tensor],
+        on_backward: Callable[[Pass], None],
+        on_dead: Callable[[object], None],
+        keep: object,
+    ) -> None:
+        """Calls ``on_backward(self)`` when a backward reaches any of the outputs, ``on_dead`` when graph and outputs are gone.
 
-        The hook object belongs to the graph alone: its life is the graph's.
+        The hook object belongs to the graph alone: its life is the graph's.  It keeps ``keep`` alive until finish(): a
+        wrapper may be a temporary that is gone when its backward comes.
         """
-        hook = OutputHook(self, on_backward)
-        self._anchor = weakref.ref(hook)
+        hook = OutputHook(self, on_backward, keep)
+        self._anchor = weakref.ref(hook, on_dead)
         for tensor in outputs:
             tensor.register_hook(hook)
+
+    def finish(self) -> None:
+        """A backward went through it."""
+        self.done = True
+        hook = self._anchor() if self._anchor is not None else None
+        if hook is not None:
+            hook.keep = None
 
 
 class OutputHook:
     """A tensor hook on the outputs of one forward."""
 
-    __slots__ = ("__weakref__", "_on_backward", "_pass")
+    __slots__ = ("__weakref__", "_on_backward", "_pass", "keep")
 
-    def __init__(self, owner: Pass, on_backward: Callable[[Pass], None]) -> None:
-        self._pass, self._on_backward = owner, on_backward
+    def __init__(self, owner: Pass, on_backward: Callable[[Pass], None], keep: object) -> None:
+        self._pass, self._on_backward, self.keep = owner, on_backward, keep
 
     def __call__(self, grad: Any) -> None:
         if self._pass.abandoned:
             raise RuntimeError(
                 "ddp_mp: the model was unpatched, or its wrapper dropped, after the forward that this backward belongs to: "
-                "gradients would be in low precision and not reduced; run the forward again"
+                "gradients would be in low precision and not reduced; keep the wrapper and run the forward again"
             )
         self._on_backward(self._pass)

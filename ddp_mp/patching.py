@@ -94,8 +94,13 @@ def _patch_all(ddp: DistributedDataParallel, precision: _MixedPrecision, options
 def _take_over(ddp: DistributedDataParallel) -> None:
     """The module may be patched through another wrapper: the newest wrapper owns it."""
     for owner in registrations.owners(ddp.module):
+        if owner.root is not ddp.module:
+            continue  # the two only share a part
         other = owner.wrapper()
-        if other is not None and other is not ddp:
+        if other is None:  # only a graph keeps it
+            owner.detach()
+            registrations.forget(owner)
+        elif other is not ddp:
             owner.built_with = None  # PyTorch's own hooks on the module would cast a second time
             unpatch(other)
 
@@ -162,6 +167,8 @@ def unpatch(ddp: DDP) -> DDP:
     model = model_of(ddp)
     if model is None:
         return ddp
+    if model.in_backward or model.backward.forwarding:
+        raise RuntimeError("ddp_mp.unpatch: a forward or backward of this model is under way; call it between them")
     model.detach()
     registrations.forget(model)
     model.overrides.remove()

@@ -213,9 +213,11 @@ class Reducer:
         first = self._next - len(self._pending)
         for bucket in self.buckets[first : self._next]:
             bucket.forget()  # a collective under way may still write there
-        for source, _ in self._of_source:
-            source.abort()
-        self._close()
+        try:
+            for source, _ in self._of_source:
+                source.abort()
+        finally:
+            self._close()
 
     def require_closed(self) -> None:
         """Raises as PyTorch's reducer does when the last synchronised round still lacks gradients."""

@@ -458,20 +458,26 @@ def test_unpatch_at_any_time_leaves_an_ordinary_model_that_trains(rank: Rank, mo
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("how", ["unpatch", "drop"])
-def test_unpatch_after_forward_makes_its_backward_an_error(rank: Rank, how: str) -> None:
+def test_unpatch_after_forward_makes_its_backward_an_error(rank: Rank) -> None:
     trial = Trial(rank, scalar(), how="later")
     weight = trial.module.weight
     loss = trial.ddp(column(rank.index + 1)).sum()
-    if how == "unpatch":
-        ddp_mp.unpatch(trial.ddp)
-    else:
-        del trial
-        gc.collect()
+    ddp_mp.unpatch(trial.ddp)
     with pytest.raises(RuntimeError, match="run the forward again"):
         loss.backward()
     assert weight.dtype is F32
     assert weight.grad is None
+
+
+@on_ranks(2)
+def test_wrapper_that_is_a_temporary_lives_until_its_backward(rank: Rank) -> None:
+    module = scalar()
+    for _ in range(3):
+        module.weight.grad = None
+        ddp_mp.patch(DistributedDataParallel(module), mixed_precision=MIXED)(column(rank.index + 1)).sum().backward()
+        assert module.weight.grad.item() == 1.5
+        gc.collect()
+        require_ordinary(module)
 
 
 @on_ranks(2)

@@ -296,7 +296,7 @@ static void
 test_knobs(void)
 {
     size_t kept = mp_host_set_inline_bytes(5);
-    CHECK_EQ(kept, 256 << 10);
+    CHECK_EQ(kept, 4 << 20);
     CHECK_EQ(mp_host_set_inline_bytes(kept), 5);
     kept = mp_host_set_stream_bytes(6);
     CHECK_EQ(kept, 64 << 20);
