@@ -53,7 +53,8 @@ setup: $(DEPS) ## create .venv with everything needed (other targets do this the
 dev: $(BUILT) ## build the extension in place, warnings as errors; `import ddp_mp` then works from .venv
 
 demo: $(BUILT) ## train a small GPT in fp32 and in mixed precision, side by side, on two processes (two minutes)
-	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node=2 examples/demo.py
+	mkdir -p build/tmp
+	TMPDIR=$(abspath build/tmp) OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node=2 examples/demo.py
 
 test: $(BUILT) ## build, and run every test
 	@$(PYTEST) tests
