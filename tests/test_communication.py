@@ -245,6 +245,20 @@ def test_join_after_it_training_goes_on(rank: Rank) -> None:
     trial.train(vectors())
 
 
+@on_ranks(2)
+def test_join_divides_as_the_present_one_says(rank: Rank) -> None:
+    trial = Trial(rank, scalar())
+    last = []
+    for initial in (False, True, False):
+        with trial.ddp.join(divide_by_initial_world_size=initial):
+            for _ in range(1 + rank.index):
+                trial.ddp(column(4)).sum().backward()
+                value = trial.module.weight.grad.item()
+                trial.zero_grad()
+        last.append(value)
+    assert rank.gather(last) == [[4.0, 4.0, 4.0], [4.0, 2.0, 4.0]]
+
+
 # --- buffers -------------------------------------------------------------------------------------------------------------
 
 

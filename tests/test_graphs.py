@@ -378,6 +378,42 @@ def test_backward_twice_over_one_graph_reduces_the_first_as_ddp_does(rank: Rank)
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("build", [mlp, Saved])
+def test_backward_twice_over_one_graph_uses_the_same_copies(rank: Rank, build: Callable[[], nn.Module]) -> None:
+    trial = Trial(rank, build())
+    for seed in range(3):
+        xs = [x.requires_grad_() for x in rank.inputs(vectors(), seed)]
+        loss = mean_square(trial.ddp, xs[rank.index])
+        for sync in (True, False):
+            loss.backward(retain_graph=sync)
+            got, xs[rank.index].grad = xs[rank.index].grad, None
+            trial.oracle.backward(square_step, xs, sync=sync)
+            trial.check()
+            require_same("gradient of the input", got, xs[rank.index].grad)
+            xs[rank.index].grad = None
+        trial.zero_grad()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("end", ["backward", "no_grad"])
+def test_copies_that_the_user_keeps_stay_readable(rank: Rank, end: str) -> None:
+    trial = Trial(rank, mlp())
+    kept: list[torch.Tensor] = []
+    trial.module[0].register_forward_hook(lambda m, *_: kept.append(m.weight.detach()))
+    want = []
+    for seed in range(3):
+        want.append(trial.module[0].weight.detach().bfloat16())
+        with torch.set_grad_enabled(end == "backward"):
+            output = trial.ddp(torch.randn(4, 8))
+        if end == "backward":
+            output.sum().backward()
+        with torch.no_grad():
+            trial.module[0].weight.add_(seed + 1.0)
+    for got, due in zip(kept, want, strict=True):
+        require_same("kept", got, due)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("unused", [False, True])
 def test_backward_of_parts_of_the_outputs_one_after_the_other(rank: Rank, unused: bool) -> None:
     class Heads(Two):
