@@ -56,7 +56,7 @@ def validate_precision(precision: _MixedPrecision) -> _MixedPrecision:
 
 @dataclass(frozen=True)
 class Options:
-    """How the casts are done.  Every combination gives the same numbers; only cost differs.
+    """How the casts are done.  The defaults are right for every model; what an option asks for in return is said with it.
 
     Attributes:
         hooks: ``"all"`` replaces PyTorch's three mixed-precision hooks; ``"root"`` replaces only the root hook that casts
