@@ -13,7 +13,7 @@ size_t mp_host_set_inline_bytes(size_t bytes);
 int mp_host_set_isa(const char *name);
 const char *mp_host_isa(void);
 
-/* Arenas from this size up are written with non-temporal stores.  Returns the previous value. */
+/* Tables that move at least this many bytes are written with non-temporal stores.  Returns the previous value. */
 size_t mp_host_set_stream_bytes(size_t bytes);
 
 /* Test hook: called on the worker before each table with `arg`; NULL: none.  Lets a test hold the stream. */

@@ -19,7 +19,7 @@ typedef cu_result (*resolve_v2_fn)(const char *name, void **function, int versio
 typedef cu_result (*resolve_v1_fn)(const char *name, void **function, int version, uint64_t flags);
 
 typedef struct resolver {
-    void *library;
+    void *handle; /* of the driver's library */
     resolve_v2_fn v2;
     resolve_v1_fn v1;
 } resolver;
@@ -42,7 +42,7 @@ find(const resolver *from, const char *name, int version, const char *exported)
     if (from->v1 != NULL && from->v1(name, &address, version, 0) == CU_OK && address != NULL) {
         return address;
     }
-    return dlsym(from->library, exported);
+    return dlsym(from->handle, exported);
 }
 
 /* The first library that opens.  What the loader says of the first name is the reason worth telling. */
@@ -83,17 +83,17 @@ resolve_all(const resolver *from)
 static void
 load(void)
 {
-    resolver from = {.library = open_library()};
-    if (from.library == NULL) {
+    resolver from = {.handle = open_library()};
+    if (from.handle == NULL) {
         return;
     }
-    assign(&from.v2, dlsym(from.library, "cuGetProcAddress_v2"));
-    assign(&from.v1, dlsym(from.library, "cuGetProcAddress"));
+    assign(&from.v2, dlsym(from.handle, "cuGetProcAddress_v2"));
+    assign(&from.v1, dlsym(from.handle, "cuGetProcAddress"));
     resolve_all(&from);
     if (failure[0] != '\0') {
         /* Fail soft: no half-filled table, and no handle kept on a library that is of no use. */
         memset(&api, 0, sizeof api);
-        dlclose(from.library);
+        dlclose(from.handle);
     }
 }
 

@@ -91,7 +91,7 @@ class Backward:
             waiting.abandoned = True
 
     def drop_dead(self) -> None:
-        """Cleans up after a backward that ended with an error outside our hooks, which nothing reports.
+        """Cleans up after a backward that ended with an error outside our hooks, should its end not have been reported.
 
         Called where no backward can be under way: at a forward, and before the masters are used.
         """

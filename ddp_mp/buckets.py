@@ -13,8 +13,7 @@ import torch
 
 from . import _C
 from .loose import LooseGradients
-from .options import FLOATING
-from .parameters import Managed
+from .parameters import Managed, dense
 
 
 class Bucket(Protocol):
@@ -158,13 +157,8 @@ class _Full:
 
 
 def _packable(entry: Managed) -> bool:
-    """Whether the parameter's memory can be read and is dense, so that a flat copy of its gradient keeps the strides."""
-    if entry.sparse or entry.param.dtype not in FLOATING:
-        return False
-    try:
-        return bool(_C.describe(entry.param)["dense"])
-    except BufferError:
-        return False
+    """Whether a flat copy of the parameter's gradient keeps the strides, in a type that the engine converts."""
+    return not entry.sparse and entry.floating and dense(entry.param)
 
 
 def assign(entries: Sequence[Managed], caps: Sequence[int], reduce_dtype: torch.dtype | None) -> list[list[int]]:

@@ -6,14 +6,13 @@ when memory is allocated, reused, released or left to a graph that still needs i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from . import _C
 from .options import Options
-from .parameters import Managed
+from .parameters import Managed, dense
 
 DTYPE_NAME = {
     torch.float64: "float64",
@@ -46,6 +45,7 @@ class _Arenas:
         self._storages = storages
         self._resize = [(storage.resize_, nbytes) for storage, nbytes in zip(storages, self.bytes, strict=True)]
         self._owners = [(storage._cdata, torch._C._storage_Use_Count(storage._cdata)) for storage in storages]
+        self._on_host = device.type == "cpu"
         self.allocated = True
 
     def allocate(self) -> None:
@@ -58,7 +58,7 @@ class _Arenas:
         for storage, (address, owners) in zip(self._storages, self._owners, strict=True):
             if torch._C._storage_Use_Count(address) != owners or not storage.resizable():
                 return False  # resizable: numpy, for one, marks memory that it looked at
-            if storage.device.type == "cpu" and storage.is_shared():
+            if self._on_host and storage.is_shared():
                 return False  # another process may map it
         for resize, _ in self._resize:
             resize(0)
@@ -92,6 +92,27 @@ class Copies:
         return sum(sum(a.bytes) for a in self.arenas if a.allocated)
 
 
+def new_engine(rows: Sequence[Managed], dtype: torch.dtype, options: Options) -> _C.Engine:
+    """The engine of one device's parameters, in the order of ``rows``; not bound to masters and copies yet."""
+    return _C.Engine(
+        [row.param for row in rows],
+        [row.name for row in rows],
+        [(home, key, index) for index, row in enumerate(rows) for home, key in row.sites],
+        DTYPE_NAME[dtype],
+        options.first_bucket_bytes,
+        options.bucket_bytes,
+    )
+
+
+def summed_counters(engines: Iterable[_C.Engine]) -> dict[str, int]:
+    """Sums of the engines' counters."""
+    total: dict[str, int] = {}
+    for engine in engines:
+        for key, value in engine.counters().items():
+            total[key] = total.get(key, 0) + value
+    return total
+
+
 class _Group:
     """The parameters of one device that the engine can read, and their masters."""
 
@@ -100,15 +121,7 @@ class _Group:
         self.device = rows[0].param.device
         self.masters = [row.param.data for row in rows]
         self.shapes = [row.param.shape for row in rows]
-        sites = [(home, key, index) for index, row in enumerate(rows) for home, key in row.sites]
-        self.engine = _C.Engine(
-            [row.param for row in rows],
-            [row.name for row in rows],
-            sites,
-            DTYPE_NAME[dtype],
-            options.first_bucket_bytes,
-            options.bucket_bytes,
-        )
+        self.engine = new_engine(rows, dtype, options)
 
     def new_arenas(self) -> _Arenas:
         for index in range(len(self.rows)):
@@ -179,20 +192,12 @@ class _Fallback:
                 row.param.data = master
 
 
-def _readable(param: torch.Tensor) -> bool:
-    """Whether the engine can read this parameter's memory directly."""
-    try:
-        return bool(_C.describe(param)["dense"])
-    except BufferError:
-        return False
-
-
 class LowPrecision:
     """All copies of one wrapped module.  Thread safety is the GIL's: one module trains in one thread at a time."""
 
     def __init__(self, rows: Sequence[Managed], dtype: torch.dtype | None, options: Options) -> None:
         cast = [r for r in rows if dtype is not None and r.floating and r.param.dtype is not dtype]
-        readable = [r for r in cast if _readable(r.param)]
+        readable = [r for r in cast if dense(r.param)]
         by_device: dict[torch.device, list[Managed]] = {}
         for row in readable:
             by_device.setdefault(row.param.device, []).append(row)
@@ -372,12 +377,4 @@ class LowPrecision:
 
     def counters(self) -> dict[str, int]:
         """Sums of the engines' counters."""
-        total: dict[str, int] = {}
-        for group in self.groups:
-            for key, value in group.engine.counters().items():
-                total[key] = total.get(key, 0) + value
-        return total
-
-    def streams(self) -> dict[torch.device, Any]:
-        """The private stream of each device that has one."""
-        return {g.device: g.engine.native_stream for g in self.groups if g.engine.native_stream is not None}
+        return summed_counters(group.engine for group in self.groups)

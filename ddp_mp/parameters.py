@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import _C
 from .options import FLOATING
 
 
@@ -52,6 +53,14 @@ def managed_parameters(module: nn.Module, ignored: set[str]) -> list[Managed]:
                 isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and bool(owner.sparse) and key == "weight"
             )
     return list(found.values())
+
+
+def dense(param: torch.Tensor) -> bool:
+    """Whether the engine can read the parameter's memory, and every byte of it belongs to one element."""
+    try:
+        return bool(_C.describe(param)["dense"])
+    except BufferError:
+        return False
 
 
 def floating_buffers(module: nn.Module, ignored: set[str]) -> list[tuple[str, torch.Tensor]]:

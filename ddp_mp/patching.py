@@ -15,7 +15,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from . import native
 from .model import PatchedModel, model_of
-from .options import MixedPrecision, Options, validate_precision
+from .options import Options, validate_precision
 from .parameters import cast_buffers
 from .root import RootModel, root_of
 
@@ -328,7 +328,6 @@ class _Registrations:
 registrations = _Registrations()
 
 __all__ = [
-    "MixedPrecision",
     "full_precision",
     "install",
     "is_patched",

@@ -17,7 +17,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from . import _C, native
 from .guards import Guards, optimizer_guard
-from .low import DTYPE_NAME
+from .low import new_engine
 from .options import Options
 from .parameters import Managed, managed_parameters
 from .weak import weakly
@@ -145,15 +145,7 @@ class _RootGroup:
 
     def __init__(self, rows: list[Managed], dtype: torch.dtype, options: Options) -> None:
         self.rows, self.dtype = rows, dtype
-        sites = [(home, key, index) for index, row in enumerate(rows) for home, key in row.sites]
-        self.engine = _C.Engine(
-            [row.param for row in rows],
-            [row.name for row in rows],
-            sites,
-            DTYPE_NAME[dtype],
-            options.first_bucket_bytes,
-            options.bucket_bytes,
-        )
+        self.engine = new_engine(rows, dtype, options)
         self.lows = [self._low(row) for row in rows]
         self.masters = [row.param.data for row in rows]
         self.bytes = [row.param.numel() * dtype.itemsize for row in rows]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from .low import summed_counters
 from .model import model_of
 from .root import root_of
 
@@ -62,56 +63,41 @@ def _shown(value: Any) -> str:
 
 def stats(ddp: Any) -> Stats:
     """The counters of a patched model; cheap, and no collective.  ``ValueError`` when the model is not patched."""
-    model = model_of(ddp)
-    if model is None:
-        return _root_stats(ddp)
-    counters = model.low.counters()
-    fallback = model.low.fallback
-    backends = sorted({group.device.type for group in model.low.groups})
-    return Stats(
-        forwards=model.forward.forwards,
-        casts=model.low.casts,
-        skipped=model.low.reused,
-        launches=counters.get("launches", 0),
-        buckets=counters.get("buckets", 0),
-        parameters=len(model.low.rows),
-        fallbacks=0 if fallback is None else fallback.casts,
-        bytes_read=counters.get("bytes_read", 0),
-        bytes_written=counters.get("bytes_written", 0),
-        low_bytes=model.low.nbytes,
-        waits=counters.get("waits", 0),
-        reductions=model.reducer.reductions,
-        bytes_reduced=model.reducer.bytes_reduced,
-        rebuilds=model.rebuilds,
-        host_us=counters.get("host_ns", 0) / 1000,
-        backend="+".join("host" if b == "cpu" else b for b in backends) or "none",
-    )
+    model, root = model_of(ddp), root_of(ddp)
+    if model is not None:
+        fallback = model.low.fallback
+        return _filled(
+            model.low.counters(),
+            {group.device.type for group in model.low.groups},
+            forwards=model.forward.forwards,
+            casts=model.low.casts,
+            skipped=model.low.reused,
+            parameters=len(model.low.rows),
+            fallbacks=0 if fallback is None else fallback.casts,
+            low_bytes=model.low.nbytes,
+            reductions=model.reducer.reductions,
+            bytes_reduced=model.reducer.bytes_reduced,
+            rebuilds=model.rebuilds,
+        )
+    if root is not None:
+        return _filled(
+            summed_counters(group.engine for group in root.groups),
+            {group.rows[0].param.device.type for group in root.groups},
+            forwards=root.casts,
+            casts=root.casts,
+            skipped=0,
+            parameters=len(root.rows),
+            fallbacks=0,
+            low_bytes=sum(group.low_bytes() for group in root.groups),
+            reductions=0,
+            bytes_reduced=0,
+            rebuilds=root.rebuilds,
+        )
+    raise ValueError("ddp_mp.stats: the model is not patched; call ddp_mp.patch(ddp) first")
 
 
-def _root_stats(ddp: Any) -> Stats:
-    root = root_of(ddp)
-    if root is None:
-        raise ValueError("ddp_mp.stats: the model is not patched; call ddp_mp.patch(ddp) first")
-    counters: dict[str, int] = {}
-    for group in root.groups:
-        for key, value in group.engine.counters().items():
-            counters[key] = counters.get(key, 0) + value
-    backends = sorted({group.rows[0].param.device.type for group in root.groups})
-    return Stats(
-        forwards=root.casts,
-        casts=root.casts,
-        skipped=0,
-        launches=counters.get("launches", 0),
-        buckets=counters.get("buckets", 0),
-        parameters=len(root.rows),
-        fallbacks=0,
-        bytes_read=counters.get("bytes_read", 0),
-        bytes_written=counters.get("bytes_written", 0),
-        low_bytes=sum(group.low_bytes() for group in root.groups),
-        waits=counters.get("waits", 0),
-        reductions=0,
-        bytes_reduced=0,
-        rebuilds=root.rebuilds,
-        host_us=counters.get("host_ns", 0) / 1000,
-        backend="+".join("host" if b == "cpu" else b for b in backends) or "none",
-    )
+def _filled(counters: dict[str, int], devices: set[str], **others: int) -> Stats:
+    """Statistics from the engines' counters, the device types that they run on, and what else is known."""
+    engines = {name: counters.get(name, 0) for name in ("launches", "buckets", "bytes_read", "bytes_written", "waits")}
+    backend = "+".join("host" if device == "cpu" else device for device in sorted(devices)) or "none"
+    return Stats(**others, **engines, host_us=counters.get("host_ns", 0) / 1000, backend=backend)
