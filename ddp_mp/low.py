@@ -301,10 +301,9 @@ class LowPrecision:
     def leave(self, live: bool) -> None:
         """Parameters become masters; memory is given back unless ``live`` says that a graph still needs it.
 
-        The current stream waits for the casts first, so that an optimizer may write the masters and the allocator may
-        reuse the memory in stream order.
+        The engine lets the current stream wait for the casts before it gives masters back, so that an optimizer may write
+        them and the allocator may reuse the memory in stream order.
         """
-        self.wait()
         self.switch_back()
         if self._keep and self._current:
             for group in self.groups:
