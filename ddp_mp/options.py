@@ -62,10 +62,11 @@ class Options:
         hooks: ``"all"`` replaces PyTorch's three mixed-precision hooks; ``"root"`` replaces only the root hook that casts
             the parameters, and leaves PyTorch's wait hook and communication hook at work on top of it, with their defects.
         wait: ``"root"`` lets the current stream wait for all casts where the root module's forward starts: right for every
-            model.  ``"module"`` waits for the first bucket there and for later buckets where the modules that own their
-            parameters are called, so that casts overlap the first layers; the modules are learned in the first forward,
-            and parameters of modules that were not called then are waited for at the root.  Not for a model that in
-            some later forward uses a parameter before, or without, a call of its module.
+            model.  ``"module"`` is a promise that no parameter is used before its module is called, and that a module
+            called in the first forward is called in every later one that uses its parameters.  It waits for the first
+            bucket at the root and for later buckets where the modules that own their parameters are called, so that
+            casts overlap the first layers; parameters of modules not called in the first forward (attention's output
+            projection, weights of functional calls) are waited for at the root.
         first_bucket_mb: size of the first cast bucket in MiB of low-precision memory, small so that the first layers start
             early.
         bucket_mb: size of the later cast buckets in MiB.

@@ -66,6 +66,7 @@ class Waits:
 
     def _hook_group(self, index: int, group: Any, called: set[int]) -> None:
         bucket_of_home: dict[int, int] = {}
+        called = called - {id(self._module._parameters)}  # the root's own: it would wait for them before they are cast
         root = 0
         for row, (bucket, _) in zip(group.rows, group.engine.rows, strict=True):
             homes = [id(home) for home, _ in row.sites]
@@ -74,7 +75,7 @@ class Waits:
             for home in homes:
                 bucket_of_home[home] = max(bucket, bucket_of_home.get(home, 0))
         self._waits[index] = group.engine.wait, root
-        for inner in self._module.modules():
+        for inner in self._module.modules():  # never the root: its bucket is waited for there already
             bucket = bucket_of_home.get(id(inner._parameters), 0)
             if bucket > root:
                 self._handles.append(inner.register_forward_pre_hook(group.engine.wait_hook(bucket), prepend=True))
