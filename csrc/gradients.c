@@ -297,11 +297,13 @@ begin(Gradients *self, int early, Py_ssize_t fired_row)
             continue;
         }
         self->phase[row] = PHASE_ASIDE;
-        self->synced[row] = grad != NULL && grad == self->handed[row];
+        self->known[row] = grad != NULL && grad == self->left[row];
+        self->local[row] = grad != NULL && (!self->known[row] || self->left_own[row]);
         count += grad != NULL;
         Py_XSETREF(self->stash[row], grad);
-        if (!self->synced[row]) {
-            Py_CLEAR(self->handed[row]);
+        if (!self->known[row]) {
+            Py_CLEAR(self->left[row]);
+            Py_CLEAR(self->base[row]);
         }
     }
     PyMem_Free(fresh);
@@ -322,9 +324,6 @@ abort_row(Gradients *self, size_t row)
             return -1;
         }
         Py_CLEAR(self->stash[row]);
-        if (!self->synced[row]) {
-            Py_CLEAR(self->handed[row]);
-        }
     }
     self->phase[row] = PHASE_IDLE;
     return 0;
@@ -454,24 +453,14 @@ gradients_fired_flags(PyObject *object, PyObject *Py_UNUSED(ignored))
     return PyByteArray_FromStringAndSize((const char *)self->fired, (Py_ssize_t)self->row_count);
 }
 
-static PyObject *
-gradients_unfired(PyObject *object, PyObject *argument)
+/* 0, or -1 with an exception. */
+static int
+append_row(PyObject *list, size_t row)
 {
-    Gradients *self = (Gradients *)object;
-    Py_ssize_t index = parse_index(argument, self->bucket_count, "bucket");
-    PyObject *list = index < 0 ? NULL : PyList_New(0);
-    for (size_t k = 0; list != NULL && k < self->buckets[index].count; k++) {
-        size_t row = self->buckets[index].rows[k];
-        if (self->fired[row]) {
-            continue;
-        }
-        PyObject *number = PyLong_FromSize_t(row);
-        if (number == NULL || PyList_Append(list, number) < 0) {
-            Py_CLEAR(list);
-        }
-        Py_XDECREF(number);
-    }
-    return list;
+    PyObject *number = PyLong_FromSize_t(row);
+    int result = number != NULL ? PyList_Append(list, number) : -1;
+    Py_XDECREF(number);
+    return result;
 }
 
 static PyObject *
@@ -518,7 +507,7 @@ gradients_stash(PyObject *object, PyObject *argument)
 static int
 is_local(const Gradients *self, size_t row)
 {
-    return self->stash[row] != NULL && !self->synced[row];
+    return self->stash[row] != NULL && self->local[row];
 }
 
 static PyObject *
@@ -529,37 +518,127 @@ gradients_is_local(PyObject *object, PyObject *argument)
     return row < 0 ? NULL : PyBool_FromLong(is_local(self, (size_t)row));
 }
 
-/* The caller finishes the row: abort() leaves its `.grad` alone from now on.  What the caller makes of it is `local` at
- * the next begin(), since nothing here knows what went into it; settle() can say more. */
+/* Rows of a bucket that `wanted` says 1 for, as a list. */
 static PyObject *
-gradients_take_stash(PyObject *object, PyObject *argument)
+list_rows(Gradients *self, PyObject *bucket, int (*wanted)(const Gradients *self, size_t row))
 {
-    Gradients *self = (Gradients *)object;
-    Py_ssize_t row = parse_index(argument, self->row_count, "row");
-    if (row < 0 || mp_gradients_enter(self) < 0) {
-        return NULL;
+    Py_ssize_t index = parse_index(bucket, self->bucket_count, "bucket");
+    PyObject *list = index < 0 ? NULL : PyList_New(0);
+    for (size_t k = 0; list != NULL && k < self->buckets[index].count; k++) {
+        size_t row = self->buckets[index].rows[k];
+        if (wanted(self, row) && append_row(list, row) < 0) {
+            Py_CLEAR(list);
+        }
     }
-    PyObject *stash = self->stash[row];
-    if (stash != NULL) {
-        self->stash[row] = NULL;
-        self->phase[row] = self->phase[row] == PHASE_ASIDE ? PHASE_KEPT : self->phase[row];
-        Py_CLEAR(self->handed[row]);
-    }
-    mp_gradients_leave(self);
-    return stash != NULL ? stash : Py_NewRef(Py_None);
+    return list;
+}
+
+static int
+has_not_fired(const Gradients *self, size_t row)
+{
+    return !self->fired[row];
 }
 
 static PyObject *
-gradients_forget_synced(PyObject *object, PyObject *Py_UNUSED(ignored))
+gradients_unfired(PyObject *object, PyObject *argument)
+{
+    return list_rows((Gradients *)object, argument, has_not_fired);
+}
+
+static int
+lacks_base(const Gradients *self, size_t row)
+{
+    return self->fired[row] && self->stash[row] != NULL && !self->local[row];
+}
+
+static PyObject *
+gradients_without_base(PyObject *object, PyObject *argument)
+{
+    return list_rows((Gradients *)object, argument, lacks_base);
+}
+
+static int
+has_base(const Gradients *self, size_t row)
+{
+    return self->base[row] != NULL;
+}
+
+static PyObject *
+gradients_with_base(PyObject *object, PyObject *argument)
+{
+    return list_rows((Gradients *)object, argument, has_base);
+}
+
+/* Gradients of a type that the parameter's masters do not have can be set while it is a copy, and not be given back. */
+static PyObject *
+gradients_of_other_type(PyObject *object, PyObject *argument)
 {
     Gradients *self = (Gradients *)object;
-    if (mp_gradients_enter(self) < 0) {
+    Py_ssize_t index = parse_index(argument, self->bucket_count, "bucket");
+    PyObject *list = index < 0 ? NULL : PyList_New(0);
+    for (size_t k = 0; list != NULL && k < self->buckets[index].count; k++) {
+        size_t row = self->buckets[index].rows[k];
+        const char *why = NULL;
+        mp_view view;
+        if (self->stash[row] == NULL || self->known[row]) {
+            continue;
+        }
+        mp_exchange_result result = mp_exchange_layout(self->state->exchange, self->stash[row], &view, &why);
+        if (result == MP_EXCHANGE_ERROR) {
+            mp_error_name(self->names, row, "reading the gradient set aside");
+            Py_CLEAR(list);
+        }
+        else if (result == MP_EXCHANGE_OK && view.dtype != self->dtype[row] && append_row(list, row) < 0) {
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
+static PyObject *
+gradients_set_stash(PyObject *object, PyObject *args)
+{
+    Gradients *self = (Gradients *)object;
+    Py_ssize_t row;
+    PyObject *stash;
+    if (!PyArg_ParseTuple(args, "nO:set_stash", &row, &stash) || check_index(row, self->row_count, "row") < 0) {
         return NULL;
     }
-    for (size_t row = 0; row < self->row_count; row++) {
-        Py_CLEAR(self->handed[row]);
+    if (self->stash[row] == NULL) {
+        PyErr_Format(PyExc_RuntimeError, "parameter '%U': nothing is set aside", mp_gradients_name(self, (size_t)row));
+        return NULL;
     }
-    mp_gradients_leave(self);
+    Py_SETREF(self->stash[row], Py_NewRef(stash));
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+gradients_base(PyObject *object, PyObject *argument)
+{
+    Gradients *self = (Gradients *)object;
+    Py_ssize_t row = parse_index(argument, self->row_count, "row");
+    if (row < 0) {
+        return NULL;
+    }
+    return Py_NewRef(self->base[row] != NULL ? self->base[row] : Py_None);
+}
+
+static PyObject *
+gradients_set_base(PyObject *object, PyObject *args)
+{
+    Gradients *self = (Gradients *)object;
+    Py_ssize_t row;
+    PyObject *base;
+    if (!PyArg_ParseTuple(args, "nO:set_base", &row, &base) || check_index(row, self->row_count, "row") < 0) {
+        return NULL;
+    }
+    if (self->stash[row] == NULL || (self->local[row] && base != Py_None)) {
+        PyErr_Format(PyExc_RuntimeError, "parameter '%U': nothing that is equal on all ranks is set aside",
+                     mp_gradients_name(self, (size_t)row));
+        return NULL;
+    }
+    Py_XSETREF(self->base[row], base != Py_None ? Py_NewRef(base) : NULL);
+    self->local[row] = 1;
     Py_RETURN_NONE;
 }
 
@@ -744,8 +823,10 @@ take_param(Gradients *self, size_t row, PyObject *param)
     }
     self->params[row] = Py_NewRef(param);
     self->hints[row] = mp_hint_of(param);
+    self->dtype[row] = MP_DTYPE_NONE;
     if (result == MP_EXCHANGE_OK) {
         self->numels[row] = view.numel;
+        self->dtype[row] = (int8_t)view.dtype;
         if (mp_gradients_use_device(self, &view, "a parameter") < 0) {
             mp_error_name(self->names, row, "another device");
             return -1;
@@ -820,7 +901,8 @@ make_rows(Gradients *self, size_t count, size_t bucket_count)
     size_t some = count > 0 ? count : 1;
     self->params = PyMem_Calloc(some, sizeof *self->params);
     self->stash = PyMem_Calloc(some, sizeof *self->stash);
-    self->handed = PyMem_Calloc(some, sizeof *self->handed);
+    self->left = PyMem_Calloc(some, sizeof *self->left);
+    self->base = PyMem_Calloc(some, sizeof *self->base);
     self->hints = PyMem_Calloc(some, sizeof *self->hints);
     self->view_hints = PyMem_Calloc(some, sizeof *self->view_hints);
     self->views = PyMem_Calloc(some, sizeof *self->views);
@@ -829,13 +911,17 @@ make_rows(Gradients *self, size_t count, size_t bucket_count)
     self->bucket_of = PyMem_Calloc(some, sizeof *self->bucket_of);
     self->position = PyMem_Calloc(some, sizeof *self->position);
     self->order = PyMem_Calloc(some, sizeof *self->order);
-    self->synced = PyMem_Calloc(some, 1);
+    self->left_own = PyMem_Calloc(some, 1);
+    self->known = PyMem_Calloc(some, 1);
+    self->local = PyMem_Calloc(some, 1);
+    self->dtype = PyMem_Calloc(some, 1);
     self->phase = PyMem_Calloc(some, 1);
     self->fired = PyMem_Calloc(some, 1);
     self->buckets = PyMem_Calloc(bucket_count > 0 ? bucket_count : 1, sizeof *self->buckets);
-    if (self->params == NULL || self->stash == NULL || self->handed == NULL || self->hints == NULL ||
-        self->view_hints == NULL || self->views == NULL || self->numels == NULL || self->offsets == NULL || self->bucket_of == NULL || self->position == NULL || self->order == NULL ||
-        self->synced == NULL || self->phase == NULL || self->fired == NULL || self->buckets == NULL) {
+    if (self->params == NULL || self->stash == NULL || self->left == NULL || self->base == NULL ||
+        self->hints == NULL || self->view_hints == NULL || self->views == NULL || self->numels == NULL ||
+        self->offsets == NULL || self->bucket_of == NULL || self->position == NULL || self->order == NULL ||
+        self->left_own == NULL || self->known == NULL || self->local == NULL || self->dtype == NULL || self->phase == NULL || self->fired == NULL || self->buckets == NULL) {
         PyErr_NoMemory();
         return -1;
     }
@@ -917,7 +1003,8 @@ gradients_traverse(PyObject *object, visitproc visit, void *arg)
     for (size_t row = 0; row < self->row_count; row++) {
         Py_VISIT(self->params[row]);
         Py_VISIT(self->stash[row]);
-        Py_VISIT(self->handed[row]);
+        Py_VISIT(self->left[row]);
+        Py_VISIT(self->base[row]);
     }
     Py_VISIT(self->names);
     Py_VISIT(self->on_first);
@@ -962,7 +1049,8 @@ gradients_clear(PyObject *object)
     for (size_t row = 0; row < count; row++) {
         Py_CLEAR(self->params[row]);
         Py_CLEAR(self->stash[row]);
-        Py_CLEAR(self->handed[row]);
+        Py_CLEAR(self->left[row]);
+        Py_CLEAR(self->base[row]);
     }
     for (size_t i = 0; i < self->bucket_count; i++) {
         if (self->backend != NULL) {
@@ -997,7 +1085,10 @@ gradients_dealloc(PyObject *object)
     PyMem_Free(self->buckets);
     PyMem_Free(self->fired);
     PyMem_Free(self->phase);
-    PyMem_Free(self->synced);
+    PyMem_Free(self->dtype);
+    PyMem_Free(self->local);
+    PyMem_Free(self->known);
+    PyMem_Free(self->left_own);
     PyMem_Free(self->position);
     PyMem_Free(self->bucket_of);
     PyMem_Free(self->offsets);
@@ -1005,7 +1096,8 @@ gradients_dealloc(PyObject *object)
     PyMem_Free(self->views);
     PyMem_Free(self->view_hints);
     PyMem_Free(self->hints);
-    PyMem_Free(self->handed);
+    PyMem_Free(self->base);
+    PyMem_Free(self->left);
     PyMem_Free(self->stash);
     PyMem_Free(self->params);
     type->tp_free(object);
@@ -1024,10 +1116,16 @@ static PyMethodDef gradients_methods[] = {
      "caller."},
     {"stashed", gradients_stashed, METH_O, "stashed(bucket): how many of its rows have something set aside."},
     {"stash", gradients_stash, METH_O, "stash(row): what was set aside, or None."},
-    {"take_stash", gradients_take_stash, METH_O,
-     "take_stash(row): stash(row), given up to a caller that finishes the row."},
-    {"is_local", gradients_is_local, METH_O, "is_local(row): whether what is set aside is not what hand_over() left."},
-    {"forget_synced", gradients_forget_synced, METH_NOARGS, "What earlier reductions left counts as local from now on."},
+    {"is_local", gradients_is_local, METH_O, "is_local(row): whether what is set aside is not equal on all ranks."},
+    {"without_base", gradients_without_base, METH_O,
+     "without_base(bucket): rows that fired and whose stash is equal on all ranks."},
+    {"of_other_type", gradients_of_other_type, METH_O,
+     "of_other_type(bucket): rows whose stash is the user's and has another element type than the parameter had."},
+    {"set_stash", gradients_set_stash, METH_VARARGS, "set_stash(row, tensor): takes the place of what was set aside."},
+    {"with_base", gradients_with_base, METH_O, "with_base(bucket): rows that have a base."},
+    {"base", gradients_base, METH_O, "base(row): what set_base() gave, or None."},
+    {"set_base", gradients_set_base, METH_VARARGS,
+     "set_base(row, tensor): a copy of the stash, before this rank adds to it.  None: all of the stash is local."},
     {"contributes", gradients_contributes, METH_NOARGS,
      "One byte a row: 1 when it fired since reset() or something local is set aside for it, 2 when it fired without "
      "a gradient."},

@@ -52,8 +52,9 @@ typedef struct Gradients {
     size_t row_count;
     PyObject **params; /* owned */
     PyObject **stash;  /* owned; NULL: nothing set aside */
-    PyObject **handed; /* owned; what hand_over() left in `.grad`: owned so that its address is not used again.  Dropped
-                          by the next begin() that finds something else */
+    PyObject **left; /* owned; what we left in `.grad`: owned so that its address is not used again.  Dropped by the
+                        next begin() that finds something else */
+    PyObject **base; /* owned; NULL, or the part of `left` that all ranks have: this rank has added to it */
     const char **hints;      /* of params, to be prefetched: see engine_hints.c */
     const char **view_hints; /* of what is in `views` */
     PyObject **views;        /* the views last given, compared with and nothing else: they may be gone */
@@ -61,7 +62,10 @@ typedef struct Gradients {
     int64_t *offsets; /* elements from the start of the packed bucket */
     size_t *bucket_of;
     size_t *position; /* in its bucket */
-    uint8_t *synced; /* the stash is what hand_over() left */
+    uint8_t *left_own; /* what was left is not equal on all ranks */
+    uint8_t *known;    /* the stash is what we left */
+    uint8_t *local;    /* the stash holds what other ranks may not have; beyond `base`, where there is one */
+    int8_t *dtype;     /* mp_dtype of the parameter as given; MP_DTYPE_NONE: it cannot be read */
     uint8_t *phase;
     uint8_t *fired; /* FIRED_... */
     PyObject *names; /* owned tuple of str */

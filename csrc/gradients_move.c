@@ -212,6 +212,17 @@ launch(Gradients *self, operation *op, mp_table **table, double divisor)
     return 0;
 }
 
+/* Remembers what the row's `.grad` is now; `synced`: it is equal on all ranks. */
+static void
+remember_left(Gradients *self, size_t row, PyObject *value, int synced)
+{
+    Py_XSETREF(self->left[row], Py_XNewRef(value));
+    self->left_own[row] = !synced;
+    if (synced) {
+        Py_CLEAR(self->base[row]);
+    }
+}
+
 /* Gives the row its new gradient and lets go of the stash. */
 static int
 finish_row(Gradients *self, size_t row, size_t k)
@@ -222,11 +233,8 @@ finish_row(Gradients *self, size_t row, size_t k)
         return -1;
     }
     int kept = self->stash[row] != NULL && value == self->stash[row];
-    if (action == ACTION_SYNCED) {
-        Py_XSETREF(self->handed[row], Py_XNewRef(value));
-    }
-    else if (action == ACTION_LOCAL || !self->synced[row]) {
-        Py_CLEAR(self->handed[row]);
+    if (action != ACTION_BACK) {
+        remember_left(self, row, value, action == ACTION_SYNCED);
     }
     if (self->phase[row] != PHASE_IDLE) { /* outside a backward there is nothing that abort() could undo */
         self->phase[row] = kept ? PHASE_KEPT : PHASE_FRESH;
@@ -268,7 +276,10 @@ pack_row(Gradients *self, operation *op, size_t k, const mp_view *out)
     size_t row = op->bucket->rows[k];
     mp_view param, grad, stash;
     int flat = 1;
-    PyObject *aside = self->synced[row] ? NULL : self->stash[row];
+    PyObject *aside = self->local[row] ? self->stash[row] : NULL;
+    if (self->base[row] != NULL) {
+        return skip_row(op, row);
+    }
     if (mp_gradients_get(self, row, &self->held[k]) < 0) {
         return -1;
     }
@@ -421,6 +432,9 @@ give_row(Gradients *self, operation *op, size_t k, const handover *give)
         self->action[k] = self->phase[row] == PHASE_ASIDE ? ACTION_BACK : ACTION_LEAVE;
         return 0;
     }
+    if (self->base[row] != NULL) {
+        return skip_row(op, row);
+    }
     PyObject *target = destination(self, row, k, give->views);
     if (target == NULL) {
         PyErr_Format(PyExc_ValueError, "parameter '%U': no gradient was set aside and no view is given to put it into",
@@ -429,13 +443,13 @@ give_row(Gradients *self, operation *op, size_t k, const handover *give)
     }
     int flat = read_param(self, row, &param);
     if (flat == 1) {
-        int ours = self->stash[row] == NULL || self->synced[row];
+        int ours = self->stash[row] == NULL || self->known[row];
         flat = read_flat(self, row, target, &param, ours, &view, "reading where its gradient goes");
     }
     if (flat <= 0) {
         return flat < 0 ? -1 : skip_row(op, row);
     }
-    int sum = self->stash[row] != NULL && self->synced[row];
+    int sum = self->stash[row] != NULL && !self->local[row];
     int in_place = !sum && (char *)view.data == part_of(self, &give->reduced, row) && view.dtype == give->reduced.dtype;
     if (check_overlap(self, row, &view, &give->reduced, in_place) < 0) {
         return -1;
@@ -507,7 +521,7 @@ accumulate_row(Gradients *self, operation *op, size_t k, PyObject *views)
         flat = read_flat(self, row, self->held[k], &param, 0, &grad, "reading its gradient");
     }
     if (flat == 1) {
-        int ours = self->stash[row] == NULL || self->synced[row];
+        int ours = self->stash[row] == NULL || self->known[row];
         flat = read_flat(self, row, target, &param, ours, &dst, "reading where its gradient goes");
     }
     if (flat <= 0) {
@@ -588,7 +602,7 @@ mp_gradients_settle(Gradients *self, size_t row, PyObject *grad, int synced)
         return -1;
     }
     int kept = self->stash[row] != NULL && grad == self->stash[row];
-    Py_XSETREF(self->handed[row], synced ? Py_XNewRef(grad) : NULL);
+    remember_left(self, row, grad, synced);
     self->phase[row] = self->phase[row] == PHASE_IDLE ? PHASE_IDLE : kept ? PHASE_KEPT : PHASE_FRESH;
     Py_CLEAR(self->stash[row]);
     return 0;

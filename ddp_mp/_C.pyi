@@ -129,8 +129,9 @@ class Gradients:
         parameter is left uncollectable."""
     def begin(self, early: bool, fired_row: int = -1) -> int:
         """A backward starts: every defined ``.grad`` is set aside (stashed) and ``.grad`` becomes None.  A stash is `synced`
-        when it is the very object that hand_over() left, otherwise `local`.  Returns how many were set aside.  ``fired_row`` is a row whose
-        hook fired already in this backward (the caller is on_first): its ``.grad`` holds the new gradient and stays."""
+        when it is the very object that hand_over() left, otherwise `local`: only this rank may have it, or what it has
+        beyond its `base`.  Returns how many were set aside.  ``fired_row`` is a row whose hook fired already in this
+        backward (the caller is on_first): its ``.grad`` holds the new gradient and stays."""
     @property
     def fires(self) -> int:
         """Hooks that fired since begin()."""
@@ -146,15 +147,26 @@ class Gradients:
     def pack(self, bucket: int, out: Tensor, divisor: float) -> list[int]:
         """out[...] = (grad + local stash) / divisor, row after row without gaps, on the caller's current stream; then
         ``.grad`` is None.  ``out``: 1-D, contiguous, as many elements as the bucket.  Missing gradients are zeros.  Rows whose
-        gradient cannot be read flat (other strides, no DLPack) are left untouched and returned: the caller copies them."""
+        gradient cannot be read flat (other strides, no DLPack), or that have a base, are left untouched and returned: the
+        caller copies them."""
     def stashed(self, bucket: int) -> int:
         """How many rows of the bucket have something set aside."""
     def stash(self, row: int) -> Tensor | None: ...
     def is_local(self, row: int) -> bool:
         """Whether what is set aside for the row is local."""
-    def forget_synced(self) -> None:
-        """After end(): what hand_over() left in ``.grad`` counts as local from now on.  To be called on all ranks alike: a
-        gradient that is local on one rank and synced on another would become a different sum on each."""
+    def of_other_type(self, bucket: int) -> list[int]:
+        """Rows whose stash was set by the user and has another element type than the parameter had at construction."""
+    def set_stash(self, row: int, tensor: Tensor) -> None:
+        """``tensor`` takes the place of what was set aside."""
+    def without_base(self, bucket: int) -> list[int]:
+        """Rows that fired and whose stash is synced.  Before accumulate() adds to such a stash it needs a base."""
+    def with_base(self, bucket: int) -> list[int]: ...
+    def base(self, row: int) -> Tensor | None:
+        """What set_base() gave, until the next hand_over() or until ``.grad`` is found to be another object."""
+    def set_base(self, row: int, tensor: Tensor | None) -> None:
+        """A copy of a synced stash, equal on all ranks: the stash is local from now on.  What this rank adds, the stash less
+        its base, is what it contributes to the next reduction: pack() and hand_over() leave such rows to the caller.
+        None: the whole stash is local."""
     def contributes(self) -> bytes:
         """One byte a row: 1 when it fired since reset() or something local is set aside for it, 2 when it fired and pack()
         found no gradient: autograd hands undefined ones to what a loss does not need."""

@@ -41,6 +41,9 @@ class Bucket(Protocol):
     def zeros(self, dtype: torch.dtype | None) -> torch.Tensor:
         """What a rank without gradients contributes."""
 
+    def check_stashes(self) -> None:
+        """After gradients were set aside: sees to those that the user set or wrote since the last backward."""
+
     def forget(self) -> None:
         """Gives up memory that would be used again: something may still write there."""
 
@@ -61,6 +64,7 @@ class PackedBucket:
         self.gradients: _C.Gradients  # set by the reducer, with this bucket's number there
         self.local = 0
         self._full: _Full | None = None
+        self._versions: dict[int, int] = {}  # of the gradients that have a base
 
     def contribution(self, dtype: torch.dtype | None, divisor: float) -> torch.Tensor:
         dtype = dtype or self.master_dtype
@@ -82,10 +86,16 @@ class PackedBucket:
                 self._settle_slowly(row, part if divisor == 1 else part / divisor, synced=True)
 
     def keep_local(self) -> None:
+        # other ranks may not add to this gradient: what all have is remembered, so that the rest can be told apart
+        for row in self.gradients.without_base(self.local):
+            self.gradients.set_base(row, self._stash(row).clone())
         for row in self.gradients.accumulate(self.local, self._views()):
             grad = self.params[self.gradients.position(row)].grad
             assert grad is not None
             self._settle_slowly(row, grad, synced=False)
+        based = self.gradients.with_base(self.local)
+        if based:
+            self._versions = {row: _grad_version(self.params[self.gradients.position(row)]) for row in based}
 
     def zeros(self, dtype: torch.dtype | None) -> torch.Tensor:
         return torch.zeros(self.numel, dtype=dtype or self.master_dtype, device=self.device)
@@ -97,6 +107,13 @@ class PackedBucket:
             views.append(part.as_strided(param.shape, param.stride()))
             offset += param.numel()
         return views
+
+    def check_stashes(self) -> None:
+        for row in self.gradients.of_other_type(self.local):  # set while the parameter was a copy
+            self.gradients.set_stash(row, self._stash(row).to(self.master_dtype))
+        for row in self.gradients.with_base(self.local):
+            if self._stash(row)._version != self._versions[row]:  # zeroed or scaled: the base is not a part of it any more
+                self.gradients.set_base(row, None)
 
     def forget(self) -> None:
         self._full = None
@@ -122,22 +139,40 @@ class PackedBucket:
             param = self.params[position]
             wide = torch.float64 if self.master_dtype is torch.float64 else torch.float32
             value = torch.zeros_like(param, dtype=wide) if param.grad is None else param.grad.to(wide)
-            stash = self.gradients.stash(row)
-            if stash is not None and self.gradients.is_local(row):
-                value = value + stash
+            own = self._own_part(row)
+            if own is not None:
+                value = value + own
             parts[position].copy_(value / divisor if divisor != 1 else value)
             param.grad = None
 
     def _settle_slowly(self, row: int, value: torch.Tensor, synced: bool) -> None:
         """``.grad`` becomes what was set aside, overwritten by or increased by ``value``, or a copy of ``value``."""
-        grad = self.gradients.stash(row)
+        grad, base = self.gradients.stash(row), self.gradients.base(row)
         if grad is None:
             grad = value.to(self.master_dtype, copy=True)
+        elif synced and base is not None:
+            torch.add(base, value, out=grad)
         elif synced and self.gradients.is_local(row):
             grad.copy_(value)
         else:
             grad.add_(value)
         self.gradients.settle(row, grad, synced)
+
+    def _stash(self, row: int) -> torch.Tensor:
+        stash = self.gradients.stash(row)
+        assert stash is not None
+        return stash
+
+    def _own_part(self, row: int) -> torch.Tensor | None:
+        """What is set aside for the row on this rank and is not on all others."""
+        stash, base = self.gradients.stash(row), self.gradients.base(row)
+        if stash is None or not self.gradients.is_local(row):
+            return None
+        return stash if base is None else stash - base
+
+
+def _grad_version(param: torch.Tensor) -> int:
+    return -1 if param.grad is None else param.grad._version
 
 
 class _Full:

@@ -23,6 +23,7 @@ class LooseGradients:
         self.params = [entry.param]
         self.name = entry.name
         self.sparse = entry.sparse
+        self._dtype = entry.param.dtype  # the master's
         self.on_first: Callable[[int], None]  # set by the reducer
         self.on_ready: Callable[[int], None]
         self.on_error: Callable[[], None]
@@ -34,8 +35,9 @@ class LooseGradients:
         self._empty = False  # it fired, and there was no gradient
         self._launched = False
         self._stash: torch.Tensor | None = None
-        self._synced: torch.Tensor | None = None  # the gradient that the last reduction left
-        self._local = False
+        self._left: torch.Tensor | None = None  # what we left in ``.grad``
+        self._base: torch.Tensor | None = None  # the part of it that all ranks have; None: they have nothing in common
+        self._version = 0  # of what we left, where it is more than its base
 
     # --- the face of _C.Gradients ------------------------------------------------------------------------------------
 
@@ -63,14 +65,15 @@ class LooseGradients:
         if fired_row == 0 or param.grad is None:
             return 0
         self._stash, param.grad = param.grad, None
-        self._local = self._stash is not self._synced
+        if self._stash is not self._left or (self._stash is not self._base and self._stash._version != self._version):
+            self._base = None  # set, zeroed or scaled by the user
         return 1
 
     def unfired(self, bucket: int = 0) -> list[int]:
         return [] if self._fired else [0]
 
     def contributes(self) -> bytes:
-        if self._stash is not None and self._local:
+        if self._stash is not None and self._stash is not self._base:
             return b"\1"
         return b"\2" if self._fired and self._empty else bytes([self._fired])
 
@@ -79,9 +82,6 @@ class LooseGradients:
 
     def reset(self) -> None:
         self._fired = self._empty = self._launched = self.refired = False
-
-    def forget_synced(self) -> None:
-        self._synced = None
 
     def set_launched(self, bucket: int = 0) -> None:
         self._launched = True
@@ -115,8 +115,9 @@ class LooseGradients:
         else:
             wide = self._wire(dtype)
             out = grad.coalesce().to(wide) if grad.is_sparse else grad.to(wide, copy=True).contiguous()
-        if self._stash is not None and self._local:
-            out = out + self._stash.to(out.dtype)
+        if self._stash is not None and self._stash is not self._base:
+            own = self._stash if self._base is None else self._stash - self._base
+            out = out + own.to(out.dtype)
         return out / divisor if divisor != 1 else out
 
     def settle(self, reduced: torch.Tensor, divisor: float, used: bytes | None) -> None:
@@ -126,8 +127,8 @@ class LooseGradients:
             param.grad = stash
             return
         value = (reduced / divisor if divisor != 1 else reduced).to(param.dtype)
-        param.grad = value if stash is None or self._local else stash + value
-        self._synced = param.grad
+        param.grad = value if stash is None or self._base is None else self._base + value
+        self._left = self._base = param.grad
 
     def keep_local(self) -> None:
         param = self.params[0]
@@ -138,8 +139,8 @@ class LooseGradients:
             return
         value = grad.to(param.dtype)
         param.grad = None
-        param.grad = value if stash is None else stash + value
-        self._synced = None
+        param.grad = value if stash is None else stash + value  # the base stays: nothing is added in place
+        self._left, self._version = param.grad, param.grad._version
 
     def zeros(self, dtype: torch.dtype | None) -> torch.Tensor:
         param = self.params[0]
@@ -150,6 +151,10 @@ class LooseGradients:
         """The type that is reduced: complex gradients keep theirs."""
         own = self.params[0].dtype
         return own if dtype is None or own.is_complex else dtype
+
+    def check_stashes(self) -> None:
+        if self._stash is not None:
+            self._stash = self._stash.to(self._dtype)
 
     def forget(self) -> None:
         return

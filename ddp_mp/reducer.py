@@ -150,9 +150,11 @@ class Reducer:
 
     def begin(self, sync: bool, early: bool) -> None:
         """A backward starts.  ``sync``: it is to be reduced; ``early``: buckets may be reduced before it ends."""
-        for source, _ in self._of_source:
+        for source, buckets in self._of_source:
             row = self._late_row if source is self._late_source else -1
-            source.begin(sync and early, row)
+            if source.begin(sync and early, row):
+                for bucket in buckets:
+                    bucket.check_stashes()
         self._late_source, self._late_row = None, -1
         self._held, self._task = False, torch._C._current_graph_task_id()
         self._was_open = self.open
@@ -200,8 +202,6 @@ class Reducer:
                 bucket.keep_local()
         for source, _ in self._of_source:
             source.end()
-            if not sync:
-                source.forget_synced()  # a parameter may have a new gradient on some ranks only
         if complete or not self.open:
             self._close()
         return complete

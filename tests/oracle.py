@@ -109,7 +109,9 @@ class Oracle:
         self.broadcast_buffers = broadcast_buffers
         names = [name for name, _ in self.module.named_parameters()]
         self.grads: list[dict[str, torch.Tensor | None]] = [dict.fromkeys(names) for _ in range(ranks)]
-        self._local = dict.fromkeys(names, False)  # whether ranks hold gradients of their own
+        #: by rank: what all ranks have of a gradient to which this one has added; None: it is equal, or all its own
+        self._bases: list[dict[str, torch.Tensor | None]] = [dict.fromkeys(names) for _ in range(ranks)]
+        self._local = [dict.fromkeys(names, False) for _ in range(ranks)]  # whether a rank has what others may not have
         if precision.buffer_dtype is not None:
             for buffer in self.module.buffers():
                 if buffer.is_floating_point():
@@ -125,7 +127,8 @@ class Oracle:
             if sync:
                 self._reduce(name, [grads[name] for grads in new])
             else:
-                self._accumulate(name, [grads[name] for grads in new])
+                for rank, grads in enumerate(new):
+                    self.accumulate(rank, name, grads[name])
 
     def gradients(self, step: Step, inputs: Any, rank: int) -> dict[str, torch.Tensor | None]:
         """One rank's gradients in full precision."""
@@ -168,9 +171,7 @@ class Oracle:
                 module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
 
     def _reduce(self, name: str, new: list[torch.Tensor | None]) -> None:
-        held = [grads[name] for grads in self.grads]
-        local = held if self._local[name] else [None] * self.ranks
-        parts = [_sum(grad, before) for grad, before in zip(new, local, strict=True)]
+        parts = [_sum(grad, self._own(rank, name)) for rank, grad in enumerate(new)]
         if all(part is None for part in parts):
             return
         total: torch.Tensor | None = None
@@ -180,21 +181,32 @@ class Oracle:
                 total = part if total is None else total + part
         assert total is not None
         master = self.module.get_parameter(name).dtype
-        for grads, before in zip(self.grads, held, strict=True):
-            mean = total.to(master)
-            grads[name] = mean if self._local[name] or before is None else before + mean
-        self._local[name] = False
+        for rank, grads in enumerate(self.grads):
+            before = self._bases[rank][name] if self._local[rank][name] else grads[name]
+            grads[name] = _sum(before, total.to(master))
+            self._local[rank][name], self._bases[rank][name] = False, None
 
-    def _accumulate(self, name: str, new: list[torch.Tensor | None]) -> None:
-        for grads, grad in zip(self.grads, new, strict=True):
-            grads[name] = _sum(grads[name], grad)
-        self._local[name] = self._local[name] or any(grad is not None for grad in new)
+    def _own(self, rank: int, name: str) -> torch.Tensor | None:
+        """What a rank has accumulated that is not on the others."""
+        held, base = self.grads[rank][name], self._bases[rank][name]
+        if not self._local[rank][name] or held is None:
+            return None
+        return held if base is None else held - base
+
+    def accumulate(self, rank: int, name: str, grad: torch.Tensor | None) -> None:
+        """A gradient of one rank, without a reduction."""
+        if grad is None:
+            return
+        if not self._local[rank][name]:
+            self._local[rank][name], self._bases[rank][name] = True, self.grads[rank][name]
+        self.grads[rank][name] = _sum(self.grads[rank][name], grad)
 
     def zero_grad(self) -> None:
         """Forgets all gradients."""
-        for grads in self.grads:
-            grads.update(dict.fromkeys(grads))
-        self._local = dict.fromkeys(self._local, False)
+        for of_rank in (*self.grads, *self._bases):
+            of_rank.update(dict.fromkeys(of_rank))
+        for local in self._local:
+            local.update(dict.fromkeys(local, False))
 
     def zero_grad_in_place(self) -> None:
         """Keeps gradients that are there, as zeros."""

@@ -108,7 +108,7 @@ def test_gradients_names_wrong_are_refused() -> None:
 
 
 def test_gradients_indices_out_of_range(rig: Rig) -> None:
-    calls: list[Callable[[int], Any]] = [rig.g.hook, rig.g.fired, rig.g.stash, rig.g.take_stash, rig.g.is_local]
+    calls: list[Callable[[int], Any]] = [rig.g.hook, rig.g.fired, rig.g.stash, rig.g.base, rig.g.is_local]
     calls += [rig.g.position, lambda i: rig.g.settle(i, None, False), lambda i: rig.g.begin(True, i)]
     for call in calls:
         with pytest.raises(IndexError, match="3: expected 0 to 2"):
@@ -250,6 +250,80 @@ def test_begin_sets_gradients_aside(rig: Rig) -> None:
     assert rig.params[0].grad is first
     assert rig.params[2].grad is third
     assert rig.g.active is False
+
+
+def test_base_keeps_what_all_ranks_have_apart(rig: Rig) -> None:
+    rig.g.begin(False)
+    assert rig.g.hand_over(0, rig.flats[0], rig.views[0], 1.0, None) == []
+    rig.g.end()
+    held = rig.params[0].grad
+    rig.hooks()
+    rig.g.reset()
+    rig.g.begin(False)
+    rig.params[0].sum().backward()
+    assert rig.g.without_base(0) == [0]
+    base = rig.g.stash(0).clone()
+    rig.g.set_base(0, base)
+    assert rig.g.without_base(0) == []
+    assert rig.g.is_local(0)
+    assert rig.g.accumulate(0, rig.views[0]) == []
+    rig.g.end()
+    assert rig.params[0].grad is held
+    assert torch.equal(held, base + 1)
+    rig.g.begin(False)
+    assert rig.g.with_base(0) == [0]
+    assert rig.g.base(0) is base
+    assert rig.g.contributes()[0] == 1
+    assert rig.g.pack(0, torch.empty(rig.numel(0)), 1.0) == [0], "left to the caller"
+    assert rig.g.hand_over(0, torch.empty(rig.numel(0)), rig.views[0], 1.0, None) == [0]
+    rig.g.settle(0, held, True)
+    assert rig.g.base(0) is None
+    rig.g.end()
+    rig.g.begin(False)
+    assert not rig.g.is_local(0)
+    rig.g.abort()
+
+
+@pytest.mark.parametrize("change", ["another object", "none", "dropped"])
+def test_base_goes_with_the_gradient_that_it_is_a_part_of(rig: Rig, change: str) -> None:
+    rig.g.begin(False)
+    rig.g.hand_over(0, rig.flats[0], rig.views[0], 1.0, None)
+    rig.g.end()
+    rig.g.begin(False)
+    rig.g.set_base(0, torch.zeros(1))
+    rig.g.abort()
+    if change != "dropped":
+        rig.params[0].grad = None if change == "none" else grad_of(rig.params[0])
+    rig.g.begin(False)
+    if change == "dropped":
+        rig.g.set_base(0, None)
+    assert rig.g.base(0) is None
+    assert rig.g.is_local(0) == (change != "none")
+    rig.g.abort()
+
+
+def test_base_of_a_local_stash_is_refused(rig: Rig) -> None:
+    with pytest.raises(RuntimeError, match="'p0': nothing that is equal"):
+        rig.g.set_base(0, torch.zeros(1))
+    rig.params[0].grad = grad_of(rig.params[0])
+    rig.g.begin(False)
+    with pytest.raises(RuntimeError, match="'p0': nothing that is equal"):
+        rig.g.set_base(0, torch.zeros(1))
+    rig.g.abort()
+
+
+def test_stash_of_another_type_is_told_and_replaced(rig: Rig) -> None:
+    low(rig.params[0])
+    rig.params[2].grad = grad_of(rig.params[2])
+    rig.g.begin(False)
+    assert (rig.g.of_other_type(0), rig.g.of_other_type(1)) == ([0], [])
+    wide = rig.g.stash(0).to(F32)
+    rig.g.set_stash(0, wide)
+    assert rig.g.of_other_type(0) == []
+    with pytest.raises(RuntimeError, match="'p1': nothing is set aside"):
+        rig.g.set_stash(1, wide)
+    rig.g.abort()
+    assert rig.params[0].grad is wide
 
 
 def test_begin_twice_is_refused(rig: Rig) -> None:
@@ -738,9 +812,7 @@ def test_accumulate_strange_gradient_is_returned(rig: Rig) -> None:
     strange = rig.params[0].grad = torch.randn(5, 3).t()
     assert rig.g.accumulate(0, rig.views[0]) == [0]
     assert rig.params[0].grad is strange
-    assert rig.g.take_stash(0) is aside
-    assert rig.g.take_stash(0) is None
-    rig.params[0].grad = aside.add_(strange)
+    rig.g.settle(0, aside.add_(strange), False)
     rig.g.end()
     rig.g.abort()
     assert rig.params[0].grad is aside
@@ -884,7 +956,7 @@ class Meddling(nn.Parameter):
         torch.Tensor.grad.__set__(self, value)
 
 
-@pytest.mark.parametrize("method", ["begin", "pack", "hand_over", "accumulate", "abort", "settle", "take_stash"])
+@pytest.mark.parametrize("method", ["begin", "pack", "hand_over", "accumulate", "abort", "settle"])
 def test_reentrant_call_is_refused(method: str) -> None:
     rig = Rig([Meddling(torch.ones(3))])
     arguments: dict[str, tuple[Any, ...]] = {
@@ -894,7 +966,6 @@ def test_reentrant_call_is_refused(method: str) -> None:
         "accumulate": (0, None),
         "abort": (),
         "settle": (0, None, False),
-        "take_stash": (0,),
     }
     rig.g.begin(True)
     if method == "begin":
@@ -974,7 +1045,15 @@ def test_loops_leak_no_reference(rig: Rig) -> None:
         rig.params[1].grad = grad_of(rig.params[1])
         rig.g.accumulate(0, None)
         rig.g.settle(0, None, False)
-        _ = rig.g.fired_flags(), rig.g.unfired(0), rig.g.contributes(), rig.g.stash(1), rig.g.take_stash(1)
+        _ = (
+            rig.g.fired_flags(),
+            rig.g.unfired(0),
+            rig.g.contributes(),
+            rig.g.stash(1),
+            rig.g.without_base(0),
+            rig.g.with_base(0),
+            rig.g.of_other_type(0),
+        )
         with contextlib.suppress(ValueError):
             rig.g.hand_over(1, torch.zeros(8), None, 1.0, None)
         with contextlib.suppress(ValueError):
