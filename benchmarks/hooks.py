@@ -5,10 +5,11 @@
 One process; the three variants alternate.  Each iteration is a training step (forward, backward, AdamW, zero_grad), and
 every hook is timed where it runs in it:
 
-root        the pre-hook of the model: cast every parameter, switch every ``.data``
+root        the hooks of the model: cast every parameter, switch every ``.data``, watch for the backward
 wait        the pre-hooks of all other modules
 backward    the hooks of gradients and outputs, the communication hook, what runs after the last gradient: pack,
-            all-reduce (of one process), hand full-precision gradients over, put the masters back
+            hand full-precision gradients over, put the masters back
+reduce      the all-reduce of one process, which is in no sum: its length is the process group's
 
 ``python`` is what the same design costs without C: one resident arena, one flat loop, hooks registered once.  It does
 less than ddp_mp (no accumulation, no unused parameters, no checks), so it is a lower bound for Python.  Models are cut
@@ -31,7 +32,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from benchmarks import models
 from benchmarks.harness import Report, Settings, bars, one_process_group, settings
-from ddp_mp.bench import KINDS, Spread, Variant, paired, total
+from ddp_mp.bench import KINDS, REDUCE, Spread, Variant, paired, total
 
 PARAM_DTYPE = torch.bfloat16
 REDUCE_DTYPE = torch.float32
@@ -109,7 +110,7 @@ def measure(name: str, make: Callable[[], nn.Module], device: torch.device, roun
     count = len(list(sample.parameters()))
     for how in VARIANTS:
         kinds = values[how]
-        spreads = {kind: Spread.of(kinds.get(kind, []), 1e-3) for kind in KINDS}
+        spreads = {kind: Spread.of(kinds.get(kind, []), 1e-3) for kind in (*KINDS, REDUCE)}
         everything = Spread.of(total(kinds), 1e-3)
         report.add(
             model=name,

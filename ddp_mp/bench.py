@@ -27,10 +27,13 @@ from torch.nn.parallel.distributed import _MixedPrecision
 import ddp_mp
 
 from .demo import GPT, show_table, silent_device_events
+from .passes import OutputHook
 
 now = time.perf_counter_ns
-#: Where hooks run: before the root module's forward, before other modules', and from the outputs' gradients on.
+#: Where hooks run: around the root module's forward, before other modules', and from the outputs' gradients on.
 KINDS = ("root", "wait", "backward")
+#: Time in hooks that is no bookkeeping: in collectives, whose length is the process group's.
+REDUCE = "reduce"
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
@@ -180,10 +183,13 @@ def watched_registration(clock: HookClock) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched_step(clock: HookClock) -> Iterator[None]:
-    """Hooks put on a tensor inside, as on outputs, and callbacks queued for the end of a backward are timed."""
+    """Hooks put on a tensor inside, as on outputs, callbacks queued for the end of a backward, and collectives are timed."""
     variable: Any = torch.autograd.Variable
     tensor: Any = torch.Tensor
+    group: Any = dist.ProcessGroup
+    output_hook: Any = OutputHook
     engine, register_hook = variable._execution_engine, tensor.register_hook
+    allreduce, on_output = group.allreduce, output_hook.__call__
 
     def registering(self: torch.Tensor, hook: Callable[..., Any]) -> Any:
         return register_hook(self, clock.watch("backward", hook))
@@ -196,10 +202,12 @@ def watched_step(clock: HookClock) -> Iterator[None]:
             return getattr(engine, name)
 
     variable._execution_engine, tensor.register_hook = Watching(), registering
+    group.allreduce, output_hook.__call__ = clock.watch(REDUCE, allreduce), clock.watch("backward", on_output)
     try:
         yield
     finally:
         variable._execution_engine, tensor.register_hook = engine, register_hook
+        group.allreduce, output_hook.__call__ = allreduce, on_output
 
 
 def watch_hooks(ddp: nn.Module, clock: HookClock) -> None:
@@ -263,8 +271,8 @@ class Variant:
 
 
 def total(measured: Mapping[str, Sequence[float]]) -> list[float]:
-    """The sum over all kinds of hooks, round by round."""
-    return [sum(parts) for parts in zip(*measured.values(), strict=True)]
+    """The sum over all kinds of hooks, without collectives, round by round."""
+    return [sum(parts) for parts in zip(*(measured[kind] for kind in KINDS if kind in measured), strict=True)]
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -56,7 +57,7 @@ class Pass:
         hook = OutputHook(self, on_backward, keep)
         self._anchor = weakref.ref(hook, on_dead)
         for tensor in outputs:
-            tensor.register_hook(hook)
+            _put(hook, tensor)
 
     def finish(self) -> None:
         """A backward went through it."""
@@ -64,6 +65,16 @@ class Pass:
         hook = self._anchor() if self._anchor is not None else None
         if hook is not None:
             hook.keep = None
+
+
+def _put(hook: OutputHook, tensor: Any) -> None:
+    """``tensor.register_hook(hook)``, which takes 24 us in a training step: 19 of them for a handle that nobody needs."""
+    node: Any = tensor.grad_fn
+    if type(tensor) is torch.Tensor and tensor._backward_hooks is None and hasattr(node, "_register_hook_dict"):
+        tensor._backward_hooks = OrderedDict({-1: hook})  # handles count from 0: a later one never takes this key
+        node._register_hook_dict(tensor)
+    else:
+        tensor.register_hook(hook)
 
 
 class OutputHook:

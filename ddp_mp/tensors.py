@@ -17,6 +17,8 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
     Modules are not entered: what they hold is state, not output.
     """
+    if type(value) is torch.Tensor:
+        return [value]
     found: list[torch.Tensor] = []
     _collect(value, _MAX_DEPTH, found)
     return found

@@ -526,6 +526,30 @@ def test_backward_in_another_thread_equals_oracle(rank: Rank) -> None:
         trial.zero_grad()
 
 
+@on_ranks(1)
+@pytest.mark.parametrize("inside", [True, False], ids=["before ours", "after ours"])
+def test_graphs_hooks_of_others_on_the_output_run_and_can_be_removed(rank: Rank, inside: bool) -> None:
+    seen: list[str] = []
+    handles: list[Any] = []
+
+    class Hooked(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = super().forward(x)
+            if inside and out.requires_grad:
+                handles.extend(out.register_hook(lambda _, name=name: seen.append(name)) for name in "ab")
+            return out
+
+    trial = Trial(rank, Hooked(8, 8))
+    out = trial.ddp(torch.ones(2, 8))
+    if not inside:
+        handles.extend(out.register_hook(lambda _, name=name: seen.append(name)) for name in "ab")
+    handles[0].remove()
+    out.float().sum().backward()
+    assert seen == ["b"]
+    assert trial.module.weight.dtype is torch.float32
+    assert trial.module.weight.grad.dtype is torch.float32
+
+
 @on_ranks(2)
 def test_backward_hooks_of_the_user_see_low_precision_gradients_before_and_full_precision_after(rank: Rank) -> None:
     trial = Trial(rank, mlp())
