@@ -124,6 +124,8 @@ class Backward:
         sync = reached is not None and reached.sync
         passes = [] if reached is None else [reached]
         self._running = _Running(torch._C._current_graph_task_id(), passes, sync)
+        if reached is not None:
+            reached.kept = _graph_is_kept()
         if reached is not None and reached.copies is not None:
             self.low.enter_again(reached.copies)
             self.low.wait()
@@ -133,6 +135,7 @@ class Backward:
     def _join(self, running: _Running, reached: Pass) -> None:
         """Another forward's outputs take part in the backward under way."""
         running.passes.append(reached)
+        reached.kept = _graph_is_kept()
         if reached.sync and not running.sync:
             running.sync = True
             self.reducer.upgrade()
@@ -216,13 +219,20 @@ class Backward:
         """
         if self.forwarding or self._switching or self._running is not None:
             return
-        if self.low.is_low and not any(waiting.pending for waiting in self.passes):
+        if not any(waiting.pending for waiting in self.passes):
             self.expose()
+            self.low.drop_unused()
 
     def error(self) -> None:
         """A hook of the reducer failed."""
         if self._running is not None:
             self._fail()
+
+
+def _graph_is_kept() -> bool:
+    """Whether the backward under way was asked to keep its graph (``retain_graph``); False where PyTorch cannot say."""
+    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return ask is not None and bool(ask())
 
 
 class _End:

@@ -214,6 +214,7 @@ class LowPrecision:
         self.on_moved: Callable[[], None] = lambda: None  # masters were found at another address
         self._keep = options.reuse_unchanged
         self._current = False  # the copies are promised to be those of the masters, and are in memory
+        self._prefetching = False
         self.casts = 0  # forwards that cast the masters
         self.reused = 0  # forwards that found the copies in place
 
@@ -259,6 +260,7 @@ class LowPrecision:
         if self.is_low and self.copies is copies:
             return
         self.switch_back()
+        self._current = False  # these are the values of an earlier forward
         try:
             if not copies.allocated:
                 self._begin(copies)
@@ -274,13 +276,17 @@ class LowPrecision:
         """After an optimizer step, with masters in place: casts for the next forward.  Never an error of its own."""
         if self.is_low or not self.groups:
             return
-        self._make_ready(None if live else self.copies)
-        for group in self.groups:
-            if group.engine.check() != _C.UNCHANGED:
-                return  # the next forward takes up what moved, or complains
-        for group in self.groups:
-            group.engine.cast()
-            group.engine.remember()
+        self._prefetching = True
+        try:
+            self._make_ready(None if live else self.copies)
+            for group in self.groups:
+                if group.engine.check() != _C.UNCHANGED:
+                    return  # the next forward takes up what moved, or complains
+            for group in self.groups:
+                group.engine.cast()
+                group.engine.remember()
+        finally:
+            self._prefetching = False
         self._current, self.stale = True, False
         self.casts += 1
 
@@ -332,6 +338,11 @@ class LowPrecision:
         if left:
             self.copies = None
 
+    def drop_unused(self) -> None:
+        """No graph needs the copies any more: gives their memory back, unless the next forward is to find them."""
+        if not (self.is_low or self._current or self._prefetching):
+            self.release()
+
     def wait(self) -> None:
         """The current stream waits for all casts."""
         for group in self.groups:
@@ -353,11 +364,11 @@ class LowPrecision:
             if any(group.engine.check() == _C.REPLACED for group in self.groups):
                 raise ReplacedError  # before anything is allocated: tensors may stand in for the parameters
             copies = Copies([group.new_arenas() for group in self.groups])
-        if copies is not self.copies:
-            self._bind(copies)
         for arenas in copies.arenas:
             if not arenas.allocated:
                 arenas.allocate()
+        if copies is not self.copies:
+            self._bind(copies)  # reads addresses: the memory is there by now
 
     def _bind(self, copies: Copies) -> None:
         for group, arenas in zip(self.groups, copies.arenas, strict=True):

@@ -20,22 +20,25 @@ class Pass:
         epoch: the epoch of ``LowPrecision`` that its gradient accumulators belong to.
         sync: whether its backward is to be reduced; set at the end of the wrapper's forward, used up by one backward.
         done: whether a backward has gone through it.
+        kept: whether that backward kept the graph (``retain_graph``), so that another may come.
         abandoned: the model is not patched any more: a backward would leave low-precision gradients.
     """
 
-    __slots__ = ("_anchor", "abandoned", "copies", "done", "epoch", "sync")
+    __slots__ = ("_anchor", "abandoned", "copies", "done", "epoch", "kept", "sync")
 
     def __init__(self, copies: Copies | None, epoch: int) -> None:
         self.copies, self.epoch = copies, epoch
         self.sync = False
-        self.done = False
+        self.done = self.kept = False
         self.abandoned = False
         self._anchor: weakref.ref[OutputHook] | None = None
 
     @property
     def pending(self) -> bool:
-        """Whether a backward may still come: none has, and the graph (or an output) is alive."""
-        return not self.done and (self._anchor is None or self._anchor() is not None)
+        """Whether a backward may still come: none has, or one that kept the graph, and the graph (or an output) is alive."""
+        if self.done and not self.kept:
+            return False
+        return self._anchor is None or self._anchor() is not None
 
     @property
     def anchored(self) -> bool:
@@ -63,7 +66,7 @@ class Pass:
         """A backward went through it."""
         self.done = True
         hook = self._anchor() if self._anchor is not None else None
-        if hook is not None:
+        if hook is not None and not self.kept:
             hook.keep = None
 
 

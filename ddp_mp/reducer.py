@@ -73,6 +73,7 @@ class Reducer:
             for bucket, k, hook in _hooks(source, buckets):
                 param: Any = bucket.params[k]
                 self._handles.append(param.register_post_accumulate_grad_hook(hook))
+                _call_hooks(param)
                 self._hooked.append((param, param._cdata))
 
     # --- construction ------------------------------------------------------------------------------------------------
@@ -137,7 +138,7 @@ class Reducer:
         """
         for position, (param, tensor) in enumerate(self._hooked):
             if param._cdata != tensor:
-                param._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
+                _call_hooks(param)
                 self._hooked[position] = (param, param._cdata)
 
     def detach(self) -> None:
@@ -351,6 +352,14 @@ class Reducer:
 
 # contributes() also says 2, for a gradient that fired empty: no use.
 _FIRED_ONLY = bytes(1 if value == 1 else 0 for value in range(256))
+
+
+def _call_hooks(param: Any) -> None:
+    """Makes autograd call the post-accumulate hooks that the parameter lists; without effect where it does already.
+
+    They are listed by the Python object and called by the tensor inside, which may have been swapped for another.
+    """
+    param._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
 
 
 def _hooks(source: Source, buckets: list[Bucket]) -> list[tuple[Bucket, int, Callable[[torch.Tensor], None]]]:

@@ -395,6 +395,46 @@ def test_backward_twice_over_one_graph_uses_the_same_copies(rank: Rank, build: C
 
 
 @on_ranks(2)
+def test_backward_of_a_kept_graph_and_a_new_one_together_equals_oracle(rank: Rank) -> None:
+    trial = Trial(rank, mlp(), bucket_cap_mb=0.0003)
+    first, second = rank.inputs(vectors(), 0), rank.inputs(vectors(), 1)
+    kept = mean_square(trial.ddp, first[rank.index])
+    kept.backward(retain_graph=True)
+    trial.oracle.backward(square_step, first)
+    trial.zero_grad()
+    (kept + mean_square(trial.ddp, second[rank.index])).backward()
+    both = step_of(lambda call, x: mean_square(call, x[0]) + mean_square(call, x[1]))
+    trial.oracle.backward(both, list(zip(first, second, strict=True)))
+    trial.check()
+
+
+@on_ranks(1)
+def test_backward_that_keeps_its_graph_keeps_the_copies_as_long(rank: Rank) -> None:
+    ddp = Trial(rank, mlp()).ddp
+    loss = mean_square(ddp, torch.ones(2, 8))
+    loss.backward(retain_graph=True)
+    assert ddp_mp.stats(ddp).low_bytes > 0
+    loss.backward()
+    assert ddp_mp.stats(ddp).low_bytes == 0
+    loss = mean_square(ddp, torch.ones(2, 8))
+    loss.backward(retain_graph=True)
+    del loss
+    assert ddp_mp.stats(ddp).low_bytes == 0
+
+
+@on_ranks(2)
+def test_backward_twice_over_a_graph_whose_copies_were_given_back_equals_oracle(rank: Rank) -> None:
+    model = scalar()
+    ddp = Trial(rank, model).ddp
+    first = ddp(column(1)).sum()
+    model.state_dict()  # masters in place: the next forward has copies of its own
+    second = ddp(column(2)).sum()
+    for loss in (first, second, first):
+        loss.backward(retain_graph=True)
+    assert model.weight.grad.item() == 4
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("end", ["backward", "no_grad"])
 def test_copies_that_the_user_keeps_stay_readable(rank: Rank, end: str) -> None:
     trial = Trial(rank, mlp())

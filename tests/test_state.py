@@ -246,6 +246,16 @@ def test_parameter_tensor_swapped_is_reduced(rank: Rank) -> None:
 
 
 @on_ranks(2)
+def test_parameter_tensor_swapped_and_another_replaced_is_reduced(rank: Rank) -> None:
+    trial = Trial(rank, mlp()).train(vectors())
+    torch.manual_seed(5)
+    trial.module[2].bias = nn.Parameter(trial.module[2].bias.detach().clone())
+    torch.utils.swap_tensors(trial.module[0].weight, nn.Parameter(torch.randn(8, 8)))
+    trial.oracle.module[0].weight.data = trial.module[0].weight.detach().clone()
+    trial.train(vectors(), seed=10)
+
+
+@on_ranks(2)
 def test_parameter_data_replaced_is_the_master_from_then_on(rank: Rank) -> None:
     trial = Trial(rank, mlp())
     for seed in range(3):
@@ -402,6 +412,26 @@ def test_options_that_reuse_copies_train_as_without(rank: Rank, names: tuple[str
     assert counters.casts + counters.skipped >= counters.forwards
     if "reuse_unchanged" in names:
         assert counters.skipped > 0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("name", "write"), [("prefetch", "step"), ("reuse_unchanged", "step"), ("reuse_unchanged", "visible")])
+def test_options_copies_of_before_a_write_are_gone_after_a_late_backward(rank: Rank, name: str, write: str) -> None:
+    module = scalar(0.5)
+    ddp = ddp_mp.patch(DistributedDataParallel(module), mixed_precision=MIXED, options=ddp_mp.Options(**{name: True}))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.25, fused=True)
+    ddp(column(1)).sum().backward()
+    early = ddp(column(1)).sum()
+    if write == "step":
+        optimizer.step()
+        if name == "reuse_unchanged":
+            ddp(column(1))
+    else:
+        with ddp_mp.full_precision(ddp), torch.no_grad():
+            module.weight.fill_(0.25)
+    early.backward()
+    with torch.no_grad():
+        assert ddp(column(1)).item() == 0.25
 
 
 @on_ranks(2)
