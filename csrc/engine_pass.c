@@ -89,7 +89,7 @@ mp_engine_drain(Engine *self)
     mp_event *event = self->buckets[self->recorded].event;
     mp_error err;
     int done = 0;
-    if (self->backend->event_query(event, &done, &err) == MP_OK && !done) {
+    if (self->backend->event_query(event, &done, &err) != MP_OK || !done) {
         Py_BEGIN_ALLOW_THREADS
         self->backend->event_synchronize(event, &err);
         Py_END_ALLOW_THREADS
