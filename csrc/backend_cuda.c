@@ -205,6 +205,7 @@ set_up_lock_held(mp_device *device, cu_device handle, int capability, mp_error *
 static void
 tear_down(mp_device *device, cu_device handle)
 {
+    mp_slot_unreserve(device);
     if (device->module != NULL) {
         (void)device->api->cuModuleUnload(device->module);
     }

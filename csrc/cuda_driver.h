@@ -65,6 +65,7 @@ enum {
     X(REQUIRED, cuEventQuery, 2000, "cuEventQuery", (cu_event event))                                                 \
     X(REQUIRED, cuEventSynchronize, 2000, "cuEventSynchronize", (cu_event event))                                     \
     X(REQUIRED, cuMemAlloc, 3020, "cuMemAlloc_v2", (cu_deviceptr *memory, size_t bytes))                              \
+    X(REQUIRED, cuMemFree, 3020, "cuMemFree_v2", (cu_deviceptr memory))                                               \
     X(REQUIRED, cuMemHostAlloc, 2020, "cuMemHostAlloc", (void **memory, size_t bytes, unsigned flags))                \
     X(REQUIRED, cuMemFreeHost, 2000, "cuMemFreeHost", (void *memory))                                                 \
     X(REQUIRED, cuMemcpyHtoDAsync, 3020, "cuMemcpyHtoDAsync_v2",                                                      \

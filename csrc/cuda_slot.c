@@ -51,6 +51,17 @@ mp_slot_reserve(mp_device *device, mp_error *err)
     return status;
 }
 
+void
+mp_slot_unreserve(mp_device *device)
+{
+    if (device->reserve.left > 0) {
+        /* After a failure, which is the one to tell. */
+        (void)device->api->cuMemFree(device->reserve.memory);
+        (void)device->api->cuMemFreeHost(device->reserve.staging);
+        device->reserve = (mp_slab){NULL, 0, 0};
+    }
+}
+
 static void
 cut(mp_slab *from, size_t bytes, mp_slot *slot)
 {

@@ -2,8 +2,8 @@
  *
  * A slot is written by the host, copied to the device on one stream and read by launches on several.  It may be
  * written again only when all of that is over, which is never waited for: a slot that is given back joins a queue,
- * and is taken from there once its events have completed; otherwise a new one is cut from a slab.  Nothing is freed,
- * since cuMemFree may wait for the device; what is held is bounded by what was in use at one time.
+ * and is taken from there once its events have completed; otherwise a new one is cut from a slab.  Nothing in use is
+ * freed, since cuMemFree may wait for the device; what is held is bounded by what was in use at one time.
  *
  * A slot that a graph captured is kept as it is for good: the graph may be replayed at any time.  One slab is always
  * held in reserve, so that slots can be cut under capture, where nothing may be allocated.
@@ -40,6 +40,9 @@ int mp_slot_reserved(mp_device *device);
 /* Allocates the reserve if there is none.  The context is current, and the thread may allocate and ask (see
  * mp_cuda_relax). */
 mp_status mp_slot_reserve(mp_device *device, mp_error *err);
+
+/* Frees the reserve of a device that nothing has used yet. */
+void mp_slot_unreserve(mp_device *device);
 
 /* A slot of at least this size that nothing uses any more, contents undefined.  The same conditions. */
 mp_status mp_slot_take(mp_device *device, size_t bytes, mp_slot **out, mp_error *err);

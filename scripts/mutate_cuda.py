@@ -2,30 +2,33 @@
 """Does a test notice?  Takes waits, records and error checks out of the CUDA side one at a time, and runs tests.
 
     python scripts/mutate_cuda.py                     every mutant of the C code, a sample of the PTX; writes docs/mutation.md
-    python scripts/mutate_cuda.py --part ptx --sample 500
-    python scripts/mutate_cuda.py --only cuda_slot --limit 5 --no-report
+    python scripts/mutate_cuda.py --sample 0          every mutant of the PTX too
+    python scripts/mutate_cuda.py --only cuda_slot    the mutants whose place or description contains that; no report
 
 A mutant of the C code is one call or one check less.  It is compiled into tests/c/test_cuda.c, which runs the backend on the
 simulated driver, and where that notices nothing into a copy of the extension, which trains on it.  A mutant of the kernel
-is one instruction of its PTX made another; it runs over the rows of tests/kernel_rows.py.
+is one instruction of its PTX made another; it runs over the rows of tests/kernel_rows.py.  What is not mutated must pass
+first.
 
-Everything is made under build/mutation; the checkout stays as it is.
+Everything is made under build/mutation; the checkout stays as it is.  Verdicts are kept there by the text of the mutant, so
+that a run that was interrupted goes on, and only what has changed is tried again.  A survivor is tried again when tests have
+changed; `--fresh` forgets all.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import os
-import random
-import re
 import shutil
-import struct
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,113 +36,29 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "mutation"
 REPORT = ROOT / "docs" / "mutation.md"
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT / "tests"), str(Path(__file__).parent)]
 
+from cuda_equivalent import EQUIVALENT  # noqa: E402
+from cuda_mutants import BACKEND, CALLERS, Mutant, architectures_of, mutants_of, ptx_mutants, ptx_of, sample_of  # noqa: E402
 from simcuda.build import library  # noqa: E402
 
 CC = os.environ.get("CC", "gcc")
 C_FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O1", "-fPIC", "-pthread", "-w", f"-I{ROOT / 'csrc'}"]
+PROGRAM = ROOT / "tests" / "c" / "test_cuda.c"
 PROGRAM_SOURCES = ("backend", "backend_cuda", "cuda_driver", "cuda_module", "cuda_nvrtc", "cuda_slot", "cuda_table")
 CASTS = ("cast", "cast_scalar", "cast_avx2", "cast_avx512", "cast_neon")
-BACKEND = ("backend_cuda", "cuda_slot", "cuda_table", "cuda_module")
+LINKING = ("-pthread", "-Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc")
 #: What the extension is tried with where the C program notices nothing: fast, and about order and errors.
 TRAINING = [
     "test_simulated_calls.py",
+    "test_simulated_faults.py",
     "test_simulated_training.py",
     "-k",
-    "test_simulated_calls or (1] and (many_buckets or by_module or streams or stream or prefetch or accumulation or error))",
+    "not test_simulated_training"
+    " or (1] and (many_buckets or by_module or streams or stream or prefetch or accumulation or error))",
 ]
-
-#: Mutants that no test can tell from the code, and why.  The key is how the report names them, without the line.
-EQUIVALENT: dict[str, str] = {}
-
-
-@dataclass
-class Mutant:
-    """One change, and what became of it."""
-
-    place: str  # file:line
-    what: str
-    text: str  # the mutated file
-    stem: str
-    verdict: str = ""
-    seconds: float = 0.0
-
-
-# --- mutants of the C code -----------------------------------------------------------------------------------------------
-
-
-def closing(text: str, start: int) -> int:
-    """The position behind the parenthesis that closes the one at ``start``."""
-    depth = 0
-    for i in range(start, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[i], 0)
-        if depth == 0:
-            return i + 1
-    raise ValueError("unbalanced parentheses")
-
-
-def arguments(text: str) -> list[str]:
-    """Splits "(a, f(b, c), d)" at its own commas."""
-    parts, depth, last = [], 0, 1
-    for i, char in enumerate(text):
-        depth += {"(": 1, ")": -1}.get(char, 0)
-        if (char == "," and depth == 1) or depth == 0:
-            parts.append(text[last:i].strip())
-            last = i + 1
-            if depth == 0:
-                break
-    return parts
-
-
-Change = tuple[int, int, str, str]  # start, end, replacement, what
-
-
-def calls_and_results(code: str) -> Iterator[Change]:
-    """Driver calls: waits and records taken out; the result of every call unchecked."""
-    for found in re.finditer(r"\bMP_CUDA\(", code):
-        end = closing(code, found.end() - 1)
-        device, _, call, *given = arguments(code[found.end() - 1 : end])
-        if call in ("cuStreamWaitEvent", "cuEventRecord"):
-            yield found.start(), end, "MP_OK", f"{call} taken out"
-        yield found.start(), end, f"((void)({device})->api->{call}({', '.join(given)}), MP_OK)", f"{call} unchecked"
-    for found in re.finditer(r"(?<!^)\bmp_cuda_check\(", code, re.MULTILINE):
-        end = closing(code, found.end() - 1)
-        call = arguments(code[found.end() - 1 : end])[1]
-        yield found.start(), end, "MP_OK", f"{call.strip(chr(34))} unchecked"
-
-
-def ordering(code: str) -> Iterator[Change]:
-    """What the engine asks of a backend for the sake of order."""
-    for found in re.finditer(r"\bself->backend->(order_after|event_record|event_wait|event_synchronize|synchronize)\(", code):
-        yield found.start(), closing(code, found.end() - 1), "MP_OK", f"{found[1]} taken out"
-
-
-def checks(code: str) -> Iterator[Change]:
-    """Tests of a status: as if nothing had failed."""
-    for found in re.finditer(r"\b(status|code|found) (!=|==) (MP_OK|CU_OK)\b", code):
-        yield found.start(), found.end(), "0" if found[2] == "!=" else "1", f"'{found[0]}' never fails"
-    for found in re.finditer(r"\((status = )", code):
-        end = closing(code, found.start())
-        if tail := re.match(r" != MP_OK", code[end:]):
-            call = re.search(r"(\w+),|(\w+)\(", code[found.end() :])
-            name = arguments(code[code.index("(", found.end()) :])[2:3] if call else []
-            replaced = f"((void){code[found.start() : end]}, 0)"
-            yield found.start(), end + tail.end(), replaced, f"status of {(name or ['a call'])[0]} never fails"
-
-
-def mutants_of(stem: str) -> list[Mutant]:
-    """Every mutant of one file."""
-    code = (ROOT / "csrc" / f"{stem}.c").read_text()
-    kinds = [calls_and_results, checks] if stem in BACKEND else [ordering, checks]
-    made = []
-    for kind in kinds:
-        for start, end, replacement, what in kind(code):
-            lines = code[start:end].count("\n")  # later lines keep their numbers
-            text = code[:start] + replacement + "\n" * lines + code[end:]
-            place = f"{stem}.c:{code.count(chr(10), 0, start) + 1}"
-            made.append(Mutant(place, what, text, stem))
-    return sorted(made, key=lambda m: int(m.place.rpartition(":")[2]))
+#: Seconds after which a trial hangs; what is not mutated takes a tenth, on a machine that does nothing else.
+HANGS = {"program": 240, "training": 900, "kernel": 60}
 
 
 def run(command: Sequence[str | Path], seconds: float, **more: object) -> tuple[int, str]:
@@ -162,6 +81,57 @@ def must(command: Sequence[str | Path], **more: object) -> str:
     return text
 
 
+# --- verdicts ------------------------------------------------------------------------------------------------------------
+
+
+def digest(*parts: str | bytes) -> str:
+    return hashlib.sha256(b"\0".join(p if isinstance(p, bytes) else p.encode() for p in parts)).hexdigest()[:24]
+
+
+def digest_of(files: Iterable[Path]) -> str:
+    return digest(*(file.read_bytes() for file in sorted(files)))
+
+
+class Verdicts:
+    """What became of mutants in earlier runs, in a file that every trial writes anew."""
+
+    def __init__(self, path: Path, fresh: bool = False) -> None:
+        self._path, self._lock = path, threading.Lock()
+        self._known: dict[str, dict[str, str | float]] = {}
+        if path.exists() and not fresh:
+            self._known = json.loads(path.read_text())
+        simulator, python = ROOT / "tests" / "simcuda" / "src", [*(ROOT / "tests").glob("*.py"), PROGRAM]
+        rows = [ROOT / "tests" / "kernel_rows.py", *simulator.iterdir()]
+        self._tests = {"c": digest_of([*python, *simulator.iterdir()]), "ptx": digest_of(rows)}
+
+    @staticmethod
+    def _key(mutant: Mutant) -> str:
+        return digest(mutant.stem, mutant.text)
+
+    def _tests_of(self, mutant: Mutant) -> str:
+        return self._tests["ptx" if mutant.stem.isdigit() else "c"]
+
+    def recall(self, mutant: Mutant) -> bool:
+        """Fills in what is known of the mutant; a survivor only where it survived these very tests."""
+        known = self._known.get(self._key(mutant))
+        if known is None or (known["verdict"] == "survived" and known["tests"] != self._tests_of(mutant)):
+            return False
+        mutant.verdict, mutant.seconds = str(known["verdict"]), float(known["seconds"])
+        return True
+
+    def keep(self, mutant: Mutant) -> None:
+        """Writes down what became of the mutant."""
+        entry: dict[str, str | float] = {"verdict": mutant.verdict, "seconds": round(mutant.seconds, 2)}
+        with self._lock:
+            self._known[self._key(mutant)] = {**entry, "tests": self._tests_of(mutant), "place": mutant.place}
+            fresh = self._path.with_suffix(".new")
+            fresh.write_text(json.dumps(self._known, indent=1))
+            os.replace(fresh, self._path)
+
+
+# --- trials --------------------------------------------------------------------------------------------------------------
+
+
 @dataclass
 class Bench:
     """What every trial needs: the simulated driver, the kernel image, objects to link with."""
@@ -181,20 +151,18 @@ class Bench:
 
     def _build_program(self) -> None:
         jobs = [(ROOT / "csrc" / f"{stem}.c", WORK / f"{stem}.o") for stem in PROGRAM_SOURCES + CASTS]
-        jobs.append((ROOT / "tests" / "c" / "test_cuda.c", WORK / "test_cuda.o"))
+        jobs.append((PROGRAM, WORK / "test_cuda.o"))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             includes = ["-I", ROOT / "tests" / "simcuda"]
             list(pool.map(lambda job: must([CC, *C_FLAGS, *includes, "-c", job[0], "-o", job[1]]), jobs))
-        self.link_program(WORK / "test_cuda", {})
 
-    def link_program(self, target: Path, instead: dict[str, Path]) -> None:
+    def _link_program(self, target: Path, instead: dict[str, Path]) -> None:
         objects = [instead.get(stem, WORK / f"{stem}.o") for stem in (*PROGRAM_SOURCES, *CASTS, "test_cuda")]
-        must([CC, "-pthread", *objects, "-ldl", "-lm", "-o", target])
+        must([CC, *LINKING, *objects, "-ldl", "-lm", "-o", target])
 
     def _build_extension(self) -> None:
-        python = sys.executable
         folders = ["--build-temp", WORK / "temp", "--build-lib", WORK / "lib"]
-        must([python, "setup.py", "build_ext", *folders], cwd=ROOT)
+        must([sys.executable, "setup.py", "build_ext", *folders], cwd=ROOT)
         shutil.copyfile(next((WORK / "temp").rglob("cuda_image.bin")), self.image)
 
     def _find_image(self) -> None:
@@ -208,34 +176,34 @@ class Bench:
     def environment(self) -> dict[str, str]:
         return {"DDP_MP_SIMCUDA": str(self.driver), "DDP_MP_IMAGE": str(self.image)}
 
-    # --- one mutant ------------------------------------------------------------------------------------------------------
+    # C code
 
-    def try_c(self, mutant: Mutant, number: int, training: bool = True) -> None:
-        """Decides the verdict of a mutant of the C code."""
-        started = time.monotonic()
-        folder = WORK / f"mutant-{number}"
+    def try_c(self, mutant: Mutant, training: bool = True) -> str:
+        """Decides the verdict of a mutant of the C code; returns what failed."""
+        folder = WORK / f"mutant-{digest(mutant.stem, mutant.text)}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         source, made = folder / f"{mutant.stem}.c", folder / f"{mutant.stem}.o"
         source.write_text(mutant.text)
         include = [f"-I{sysconfig.get_paths()['include']}", '-DMP_VERSION="mutant"']
-        code, text = run([CC, *C_FLAGS, *include, "-c", source, "-o", made], 120)
-        if code:
-            mutant.verdict = f"does not compile: {text.splitlines()[0] if text else code}"
-        elif mutant.stem in BACKEND and self._program_fails(folder, mutant.stem, made):
-            mutant.verdict = "killed by test_cuda"
-        elif training and self._training_fails(folder, mutant.stem, made):
-            mutant.verdict = "killed by training"
-        else:
+        code, output = run([CC, *C_FLAGS, *include, "-c", source, "-o", made], 120)
+        mutant.verdict = "does not compile" if code else ""
+        if not code and mutant.stem in PROGRAM_SOURCES:
+            code, output = self._run_program(folder, mutant.stem, made)
+            mutant.verdict = told(code, "killed by test_cuda")
+        if not code and training:
+            code, output = self._run_training(folder, mutant.stem, made)
+            mutant.verdict = told(code, "killed by training")
+        if not code:
             mutant.verdict = "survived"
-        mutant.seconds = time.monotonic() - started
         shutil.rmtree(folder, ignore_errors=True)
+        return output
 
-    def _program_fails(self, folder: Path, stem: str, made: Path) -> bool:
-        self.link_program(folder / "test_cuda", {stem: made})
-        return run([folder / "test_cuda"], 240, environment=self.environment)[0] != 0
+    def _run_program(self, folder: Path, stem: str, made: Path) -> tuple[int, str]:
+        self._link_program(folder / "test_cuda", {stem: made})
+        return run([folder / "test_cuda"], HANGS["program"], environment=self.environment)
 
-    def _training_fails(self, folder: Path, stem: str, made: Path) -> bool:
+    def _run_training(self, folder: Path, stem: str, made: Path) -> tuple[int, str]:
         package = folder / "site" / "ddp_mp"
         shutil.copytree(ROOT / "ddp_mp", package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
         objects = [path for path in (WORK / "temp").rglob("*.o") if path.stem != stem]
@@ -245,129 +213,145 @@ class Bench:
         command += [f"--basetemp={folder / 'tmp'}", "--timeout=200"]
         command += [str(ROOT / "tests" / part) if part.endswith(".py") else part for part in TRAINING]
         paths = {"PYTHONPATH": f"{folder / 'site'}{os.pathsep}{ROOT / 'tests'}", "PYTHONDONTWRITEBYTECODE": "1"}
-        return run(command, 600, cwd=folder / "site", environment=paths)[0] != 0
+        return run(command, HANGS["training"], cwd=folder / "site", environment=paths)
+
+    def expect_unchanged_to_pass(self, training: bool) -> None:
+        """What is not mutated passes, in the very way that mutants are tried: else every verdict would be worthless."""
+        same = Mutant("backend_cuda.c:0", "nothing", (ROOT / "csrc" / "backend_cuda.c").read_text(), "backend_cuda")
+        output = self.try_c(same, training)
+        if same.verdict != "survived":
+            raise SystemExit(f"the code is {same.verdict} without any mutation, so nothing was tried:\n{output[-4000:]}")
+
+    # PTX
 
     def run_rows(self, image: Path, architecture: str) -> int:
         """Runs a kernel over every kind of row; makes the expected result, or compares with it."""
         rows = [ROOT / "tests" / "kernel_rows.py", image, architecture, WORK / "rows.npy"]
-        return run([sys.executable, *rows], 60)[0]
+        return run([sys.executable, *rows], HANGS["kernel"])[0]
 
-    def try_ptx(self, mutant: Mutant, number: int) -> None:
+    def try_ptx(self, mutant: Mutant) -> str:
         """Decides the verdict of a mutant of the kernel."""
-        started = time.monotonic()
-        image = WORK / f"mutant-{number}.ptx"
+        image = WORK / f"mutant-{digest(mutant.text)}.ptx"
         image.write_text(mutant.text)
-        mutant.verdict = "killed" if self.run_rows(image, mutant.stem) else "survived"
-        mutant.seconds = time.monotonic() - started
+        code = self.run_rows(image, mutant.stem)
+        mutant.verdict = "does not load" if code == 2 else told(code, "killed") if code else "survived"
         image.unlink()
+        return ""
+
+    def expect_same_results(self) -> None:
+        """All architectures' kernels, unchanged, must agree; what they agree on is what mutants are compared with."""
+        (WORK / "rows.npy").unlink(missing_ok=True)
+        for architecture, text in ptx_of(self.image.read_bytes()).items():
+            whole = WORK / f"whole-{architecture}.ptx"
+            whole.write_text(text)
+            if self.run_rows(whole, str(architecture)):
+                raise SystemExit(f"the kernel of sm_{architecture} differs from those before it without any mutation")
 
 
-# --- mutants of the kernel -----------------------------------------------------------------------------------------------
+def told(code: int, killed: str) -> str:
+    """The verdict of a trial that ended so."""
+    return f"{killed}: hang" if code == 124 else killed
 
 
-def ptx_of(image: bytes) -> dict[int, str]:
-    """The PTX of a fat binary by architecture.  The format is undocumented; see tests/simcuda/src/fatbin.hpp."""
-    texts = {}
-    header, size = struct.unpack_from("<H", image, 6)[0], struct.unpack_from("<Q", image, 8)[0]
-    at = header
-    while at < header + size:
-        kind, _, head, payload = struct.unpack_from("<HHIQ", image, at)
-        if kind == 1:
-            architecture = struct.unpack_from("<I", image, at + 28)[0]
-            texts[architecture] = image[at + head : at + head + payload].rstrip(b"\0").decode()
-        at += head + payload
-    return texts
-
-
-#: What becomes of an instruction, by its name; the first that changes it is taken.
-SWAPS = [
-    (r"^@%p", "@!%p"),
-    (r"^@!%p", "@%p"),
-    (r"^(setp|set)\.lt", r"\1.le"), (r"^(setp|set)\.le", r"\1.lt"), (r"^(setp|set)\.gt", r"\1.ge"),
-    (r"^(setp|set)\.ge", r"\1.gt"), (r"^(setp|set)\.eq", r"\1.ne"), (r"^(setp|set)\.ne", r"\1.eq"),
-    (r"^(setp|set)\.(lo|ls|hi|hs)", r"\1.ne"), (r"^(setp|set)\.(\w+)u\b", r"\1.\2"),
-    (r"^add\.(s|u)(\d+)", r"sub.\1\2"), (r"^sub\.(s|u)(\d+)", r"add.\1\2"), (r"^add\.(rn\.)?f", r"sub.\1f"),
-    (r"^sub\.(rn\.)?f", r"add.\1f"), (r"^mul\.(rn\.)?f(\d+)", r"add.f\2"), (r"^mul\.lo\.(\w+)", r"add.\1"),
-    (r"^div\.rn\.f(\d+)", r"mul.f\1"), (r"^min", "max"), (r"^max", "min"), (r"^shl\.b(\d+)", r"shr.u\1"),
-    (r"^shr\.(u|s|b)(\d+)", r"shl.b\2"), (r"^and\.b", "or.b"), (r"^or\.b", "and.b"), (r"^xor\.b", "or.b"),
-    (r"^(selp\.\w+\s+%\w+), ([^,]+), ([^,]+),", r"\1, \3, \2,"),
-    (r"^cvt\.rn\.(bf16|f16)", r"cvt.rz.\1"),
-    (r"^(ld\.global\S*|st\.global\S*)(.*)\[(%\w+)\+(\d+)\]", lambda m: f"{m[1]}{m[2]}[{m[3]}+{int(m[4]) // 2}]"),
-    (r"^(mov\.b(?:32|64)\s+)\{(%\w+), ?(%\w+)\}", r"\1{\3, \2}"),
-    (r"^(mov\.b(?:32|64)\s+%\w+), \{(%\w+), ?(%\w+)\}", r"\1, {\3, \2}"),
-    (r"^st\.global.*", "// taken out"),
-    (r"^(mov\.\w+\s+%\w+), (-?\d+)$", lambda m: f"{m[1]}, {int(m[2]) + 1}"),
-    (r"^((?:mad|mul)\.\S+\s+.*), (\d+)(?=[,;])", lambda m: f"{m[1]}, {int(m[2]) + 1}"),
-    (r"^mad\.lo\.(\w+)\s+(%\w+), ([^,]+), ([^,]+), ([^,;]+)", r"mad.lo.\1 \2, \3, \4, 0"),
-]  # fmt: skip
-
-
-def mutate_instruction(line: str) -> str | None:
-    """Another instruction, or None where no rule applies."""
-    body = line.strip().rstrip(";")
-    for pattern, replacement in SWAPS:
-        changed = re.sub(pattern, replacement, body, count=1)  # type: ignore[arg-type]
-        if changed != body:
-            return changed + ("" if changed.startswith("//") else ";")
-    return None
-
-
-def ptx_mutants(image: bytes, architectures: Sequence[int]) -> list[Mutant]:
-    """Every mutant of the kernel for some architectures."""
-    made = []
-    for architecture, text in ptx_of(image).items():
-        if architecture not in architectures:
-            continue
-        lines = text.split("\n")
-        for number, line in enumerate(lines):
-            changed = mutate_instruction(line)
-            if changed is None or not line.strip().endswith(";") or line.strip().startswith("."):
-                continue
-            mutated = "\n".join([*lines[:number], changed, *lines[number + 1 :]])
-            what = f"`{line.strip()}` becomes `{changed}`"
-            made.append(Mutant(f"sm_{architecture}.ptx:{number + 1}", what, mutated, str(architecture)))
-    return made
+def judge(mutant: Mutant, trial: Callable[[Mutant], str], verdicts: Verdicts) -> None:
+    """Tries one, unless its verdict is known, and prints what became of it."""
+    if not verdicts.recall(mutant):
+        started = time.monotonic()
+        trial(mutant)
+        mutant.seconds = time.monotonic() - started
+        verdicts.keep(mutant)
+    print(f"{mutant.verdict:<20} {mutant.seconds:5.1f} s  {mutant.place}: {mutant.what}", flush=True)
 
 
 # --- the report ----------------------------------------------------------------------------------------------------------
 
-
-def summary(title: str, mutants: Sequence[Mutant]) -> list[str]:
-    """Markdown: a table by file, and what survived."""
-    lines = [f"## {title}", "", "| of | mutants | killed | equivalent | survived |", "|---|---|---|---|---|"]
-    tried = [m for m in mutants if not m.verdict.startswith("does not compile")]
-    for name in dict.fromkeys(m.place.partition(":")[0] for m in tried):
-        mine = [m for m in tried if m.place.startswith(name + ":")]
-        lines.append(f"| {name} | " + " | ".join(map(str, counts(mine))) + " |")
-    total = counts(tried)
-    lines.append("| all | " + " | ".join(map(str, total)) + " |")
-    rate = 100 * total[1] / max(1, total[0] - total[2])
-    lines += ["", f"Killed: {rate:.1f} % of those that are not equivalent.", ""]
-    for m in tried:
-        if m.verdict == "survived":
-            why = reason(m)
-            lines.append(f"- {m.place}: {m.what}" + (f". Equivalent: {why}" if why else ". **Survived.**"))
-    return [*lines, ""]
+KINDS = ("killed", "of these: hang", "equivalent", "survived")
 
 
 def reason(mutant: Mutant) -> str:
     """Why a mutant is equivalent, or "" where it is not known to be."""
-    key = f"{mutant.stem}: {mutant.what}"
-    return next((why for part, why in EQUIVALENT.items() if part in key or part in f"{mutant.place} {mutant.what}"), "")
+    return EQUIVALENT.get(f"{mutant.place.partition(':')[0]}: {mutant.what}", "")
 
 
 def counts(mutants: Sequence[Mutant]) -> tuple[int, int, int, int]:
-    verdicts = Counter(
-        "killed" if m.verdict.startswith("killed") else "equivalent" if reason(m) else "survived" for m in mutants
-    )
-    return len(mutants), verdicts["killed"], verdicts["equivalent"], verdicts["survived"]
+    """How many of each of `KINDS`."""
+    kinds = Counter("killed" if m.verdict.startswith("killed") else "equivalent" if reason(m) else "survived" for m in mutants)
+    hung = sum(m.verdict.endswith("hang") for m in mutants)
+    return kinds["killed"], hung, kinds["equivalent"], kinds["survived"]
+
+
+def rate(mutants: Sequence[Mutant]) -> float:
+    """The part of the mutants that can be noticed which was."""
+    killed, _, equivalent, _ = counts(mutants)
+    return killed / max(1, len(mutants) - equivalent)
+
+
+def summary(title: str, text: str, mutants: Sequence[Mutant]) -> list[str]:
+    """Markdown: a table by file, and what was not killed."""
+    tried = [m for m in mutants if not m.verdict.startswith("does not")]
+    lines = [f"## {title}", "", text, "", f"| of | mutants | {' | '.join(KINDS)} |", "|---" * 6 + "|"]
+    for name in dict.fromkeys(m.place.partition(":")[0] for m in tried):
+        mine = [m for m in tried if m.place.startswith(f"{name}:")]
+        lines.append(f"| {name} | {len(mine)} | " + " | ".join(map(str, counts(mine))) + " |")
+    lines.append(f"| all | {len(tried)} | " + " | ".join(map(str, counts(tried))) + " |")
+    lines += ["", f"Killed: {100 * rate(tried):.1f} % of those that are not equivalent.", ""]
+    left = [m for m in tried if m.verdict == "survived"]
+    lines += listed("Survived:", [f"{m.place}: {m.what}" for m in left if not reason(m)])
+    lines += listed("Equivalent:", [f"{m.place}: {m.what}. {reason(m)}" for m in left if reason(m)])
+    lines += listed("Not tried, as it does not compile or load:", [f"{m.place}: {m.what}" for m in mutants if m not in tried])
+    return lines
+
+
+def listed(title: str, items: Sequence[str]) -> list[str]:
+    return [title, "", *(f"- {item}" for item in items), ""] if items else []
 
 
 HEADER = """# Mutation report
 
-Written by `make mutate`. Each mutant is one wait, record, check or kernel instruction less or other; `killed` means that a
-test failed. Calls whose failure comes after another failure, which is the one to tell, are not checked in the code either.
+Written by `scripts/mutate_cuda.py` (`make mutate`). A mutant is the CUDA side with one thing less or other; it is killed when
+a test fails, or hangs. Equivalent is a mutant that no test could tell from the code; each has its reason, in
+`scripts/cuda_equivalent.py`. Calls whose failure would come after another failure, which is the one to tell, are not
+checked in the code either.
 """
+C_TEXT = """Each wait and each event record taken out; the result of each driver call unchecked; each test of a status or of a
+driver's code, and each condition under which a function refuses, as if nothing had failed. Tried with
+`tests/c/test_cuda.c`, then by training on the simulated driver."""
+PTX_TEXT = """One instruction made another: conditions, arithmetic, rounding, addresses, stores, jumps, constants. Copies
+between registers, exact conversions and loads of parameters are left as they are. Tried with `tests/kernel_rows.py`. The
+image holds a text for each architecture; those named together differ in nothing but the name: {texts}. {chosen}."""
+
+
+def c_part(bench: Bench, options: argparse.Namespace, verdicts: Verdicts) -> list[Mutant]:
+    """Tries the C code."""
+    training = not options.no_training
+    mutants = chosen([m for stem in (*BACKEND, *CALLERS) for m in mutants_of(stem)], options)
+    bench.expect_unchanged_to_pass(training)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(lambda mutant: judge(mutant, lambda m: bench.try_c(m, training), verdicts), mutants))
+    return mutants
+
+
+def ptx_part(bench: Bench, options: argparse.Namespace, verdicts: Verdicts) -> tuple[str, list[Mutant]]:
+    """Tries the kernel; says also what was chosen."""
+    bench.expect_same_results()
+    wanted = {int(a) for a in options.architectures.split(",") if a}
+    mutants, texts, there = [], [], 0
+    for text, architectures in architectures_of(bench.image.read_bytes()).items():
+        if wanted and not wanted & set(architectures):
+            continue
+        every = ptx_mutants(text, architectures[0])
+        there += len(every)
+        mutants += chosen(sample_of(every, options.sample), options)
+        texts.append(" and ".join(f"sm_{a}" for a in architectures))
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(lambda mutant: judge(mutant, bench.try_ptx, verdicts), mutants))
+    what = f"All {there} were tried" if len(mutants) == there else f"Of {there}, {len(mutants)} were tried, chosen by chance"
+    return PTX_TEXT.format(texts="; ".join(texts), chosen=what), mutants
+
+
+def chosen(mutants: list[Mutant], options: argparse.Namespace) -> list[Mutant]:
+    mine = [m for m in mutants if options.only in f"{m.place} {m.what}"]
+    return mine[: options.limit] if options.limit else mine
 
 
 def main() -> int:
@@ -376,57 +360,31 @@ def main() -> int:
     parser.add_argument("--part", choices=["c", "ptx", "all"], default="all")
     parser.add_argument("--only", default="", help="mutants whose place and description contain this")
     parser.add_argument("--limit", type=int, default=0, help="the first so many of them")
-    parser.add_argument("--sample", type=int, default=300, help="PTX mutants to try (0: all)")
-    parser.add_argument("--architectures", default="75,80,90")
+    parser.add_argument("--sample", type=int, default=200, help="PTX mutants to try of each text (0: all)")
+    parser.add_argument("--architectures", default="", help="of the PTX, with commas; all unless given")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--no-training", action="store_true", help="the C program alone")
+    parser.add_argument("--no-training", action="store_true", help="the C program alone; verdicts are not kept")
     parser.add_argument("--no-report", action="store_true", help="leave docs/mutation.md as it is")
+    parser.add_argument("--fresh", action="store_true", help="forget the verdicts of earlier runs")
     options = parser.parse_args()
     bench = Bench()
     bench.prepare(extension=options.part != "ptx" and not options.no_training)
-
-    def chosen(mutants: list[Mutant]) -> list[Mutant]:
-        mine = [m for m in mutants if options.only in f"{m.place} {m.what}"]
-        return mine[: options.limit] if options.limit else mine
-
-    sections, left = [], 0
+    verdicts = Verdicts(WORK / ("verdicts-program.json" if options.no_training else "verdicts.json"), options.fresh)
+    sections, failed = [], False
     if options.part in ("c", "all"):
-        mutants = chosen([m for stem in (*BACKEND, "engine_pass") for m in mutants_of(stem)])
-        with ThreadPoolExecutor(options.jobs) as pool:
-            list(pool.map(lambda job: tell(job[1], bench.try_c, job[0], not options.no_training), enumerate(mutants)))
-        sections += summary("C: waits, records and checks", mutants)
-        left += counts(mutants)[3]
+        mutants = c_part(bench, options, verdicts)
+        sections += summary("C: waits, records and checks", C_TEXT, mutants)
+        failed |= rate(mutants) < 1
     if options.part in ("ptx", "all"):
-        expect_same_results(bench)
-        mutants = chosen(ptx_mutants(bench.image.read_bytes(), [int(a) for a in options.architectures.split(",")]))
-        if options.sample and len(mutants) > options.sample:
-            mutants = sorted(random.Random(1).sample(mutants, options.sample), key=lambda m: m.place)
-        with ThreadPoolExecutor(options.jobs) as pool:
-            list(pool.map(lambda job: tell(job[1], bench.try_ptx, job[0]), enumerate(mutants)))
-        sections += summary("PTX: one instruction of the kernel", mutants)
-        total = counts(mutants)
-        left += 100 * total[1] < 95 * (total[0] - total[2])
+        text, mutants = ptx_part(bench, options, verdicts)
+        sections += summary("PTX: one instruction of the kernel", text, mutants)
+        failed |= rate(mutants) < 0.95
     print("\n".join(sections))
-    if not options.no_report:
+    whole = options.part == "all" and not (options.only or options.limit or options.architectures or options.no_training)
+    if whole and not options.no_report:
         REPORT.parent.mkdir(exist_ok=True)
-        REPORT.write_text("\n".join([HEADER, *sections]))
-    return int(left > 0)
-
-
-def expect_same_results(bench: Bench) -> None:
-    """All architectures' kernels, unchanged, must agree; what they agree on is what mutants are compared with."""
-    (WORK / "rows.npy").unlink(missing_ok=True)
-    for architecture, text in ptx_of(bench.image.read_bytes()).items():
-        whole = WORK / f"whole-{architecture}.ptx"
-        whole.write_text(text)
-        if bench.run_rows(whole, str(architecture)):
-            raise SystemExit(f"the kernel of sm_{architecture} differs from those before it without any mutation")
-
-
-def tell(mutant: Mutant, judge: object, number: int, *more: object) -> None:
-    """Tries one and prints what became of it."""
-    judge(mutant, number, *more)  # type: ignore[operator]
-    print(f"{mutant.verdict:<20} {mutant.seconds:5.1f} s  {mutant.place}: {mutant.what}", flush=True)
+        REPORT.write_text("\n".join([HEADER, *sections]).rstrip() + "\n")
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 /* Tests of the CUDA backend, against the simulated driver of tests/simcuda: opening and its failures, conversion bit
  * for bit, uploads, order between streams, memory that is in use, events, capture, faults, fork.
  *
- * gcc -std=c11 -D_GNU_SOURCE -O1 -g -Wall -Wextra -Werror -pthread -fsanitize=address,undefined -Icsrc -Itests/simcuda tests/c/test_cuda.c csrc/backend.c csrc/backend_cuda.c csrc/cuda_*.c csrc/cast.c csrc/cast_scalar.c csrc/cast_avx2.c csrc/cast_avx512.c csrc/cast_neon.c -ldl -lm -o test_cuda
+ * gcc -std=c11 -D_GNU_SOURCE -O1 -g -Wall -Wextra -Werror -pthread -fsanitize=address,undefined -Icsrc -Itests/simcuda tests/c/test_cuda.c csrc/backend.c csrc/backend_cuda.c csrc/cuda_*.c csrc/cast.c csrc/cast_scalar.c csrc/cast_avx2.c csrc/cast_avx512.c csrc/cast_neon.c -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc -ldl -lm -o test_cuda
  *
  * DDP_MP_SIMCUDA names the simulated libcuda.so.1 and DDP_MP_IMAGE the file that kernels/build_image.py makes.  Without
  * them, all that is tested is that a machine without a driver is told so.
@@ -24,6 +24,7 @@
 #include "cast.h"
 #include "check.h"
 #include "cuda_image.h"
+#include "malloc_fault.h"
 #include "simcuda.h"
 
 /* ---- What the build would have embedded: read from a file, so defined where C cannot see that it is written ---- */
@@ -52,6 +53,7 @@ typedef struct driver {
     int (*cuThreadExchangeStreamCaptureMode)(int *mode);
     int (*cuCtxGetCurrent)(void **context);
     int (*cuCtxPushCurrent)(void *context);
+    int (*cuCtxPopCurrent)(void **context);
     int (*cuDevicePrimaryCtxRetain)(void **context, int device);
     int (*cuGraphInstantiate)(void **exec, void *graph, unsigned long long flags);
     int (*cuGraphLaunch)(void *exec, void *stream);
@@ -117,6 +119,7 @@ load_simulator(const char *path)
     resolve(library, &sim.cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode");
     resolve(library, &sim.cuCtxGetCurrent, "cuCtxGetCurrent");
     resolve(library, &sim.cuCtxPushCurrent, "cuCtxPushCurrent_v2");
+    resolve(library, &sim.cuCtxPopCurrent, "cuCtxPopCurrent_v2");
     resolve(library, &sim.cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain");
     resolve(library, &sim.cuGraphInstantiate, "cuGraphInstantiateWithFlags");
     resolve(library, &sim.cuGraphLaunch, "cuGraphLaunch");
@@ -292,6 +295,70 @@ test_open_without_image_says_so(void)
     image_size = size;
 }
 
+/* Opening fails: the error begins so, and the status says it too. */
+static void
+expect_refused(int index, mp_status status, const char *begins)
+{
+    char text[256];
+    mp_device *none = device;
+    CHECK_EQ(backend->open(index, &none, &error), status);
+    CHECK(none == NULL);
+    CHECK_EQ(error.status, status);
+    if (strncmp(error.text, begins, strlen(begins)) != 0) {
+        CHECK_STR_EQ(error.text, begins);
+    }
+    mp_cuda_status(text, sizeof text);
+    CHECK(strstr(text, begins) != NULL);
+}
+
+/* First of all, since the driver is initialised once a process. */
+static void
+test_initialisation_survives_every_fault(void)
+{
+    const char *why;
+    CHECK(mp_cuda_load(&why) != NULL);
+    const struct {
+        const char *failing;
+        int code;
+        mp_status status;
+        const char *text;
+    } cases[] = {
+        {"cuInit", 999, MP_ERR_DEVICE, "cuInit failed: CUDA_ERROR_UNKNOWN (999): "},
+        {"cuInit", 100, MP_ERR_UNAVAILABLE, "cuInit failed: CUDA_ERROR_NO_DEVICE (100): "},
+        {"cuInit", 34, MP_ERR_UNAVAILABLE, "cuInit failed: CUDA_ERROR_STUB_LIBRARY (34): "},
+        {"cuInit", 3, MP_ERR_FORKED, "CUDA was initialised before this process was forked"},
+        {"cuDriverGetVersion", 999, MP_ERR_DEVICE, "cuDriverGetVersion failed: CUDA_ERROR_UNKNOWN (999): "},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        sim.begin(SIM_EAGER, 1);
+        sim.fault(cases[i].failing, 1, cases[i].code, 1);
+        expect_refused(0, cases[i].status, cases[i].text);
+    }
+    sim.begin(SIM_EAGER, 1);
+}
+
+/* An image that is not for this device gives way to the next one; any other failure is final. */
+static void
+test_open_tries_the_next_image(void)
+{
+    sim.begin(SIM_EAGER, 1);
+    sim.fault("cuModuleLoadData", 1, 209, 2);
+    expect_refused(0, MP_ERR_UNAVAILABLE,
+                   "no kernel for device 0 (sm_90): embedded image: CUDA_ERROR_NO_BINARY_FOR_GPU; embedded PTX for older "
+                   "drivers: CUDA_ERROR_NO_BINARY_FOR_GPU; NVRTC");
+    sim.begin(SIM_EAGER, 1);
+    sim.fault("cuModuleLoadData", 1, 209, 1);
+    sim.fault("cuModuleGetFunction", 1, 500, 1);
+    expect_refused(0, MP_ERR_DEVICE, "cuModuleGetFunction failed: CUDA_ERROR_NOT_FOUND (500): ");
+    CHECK_EQ(sim.live("modules"), 0);
+    sim.begin(SIM_EAGER, 1);
+    sim.fault("cuModuleLoadData", 1, 2, 1);
+    expect_refused(0, MP_ERR_DEVICE, "cuModuleLoadData failed: CUDA_ERROR_OUT_OF_MEMORY (2): ");
+    CHECK_EQ(sim.live("modules"), 0);
+    CHECK_EQ(sim.live("streams"), 0);
+    sim.begin(SIM_EAGER, 1);
+}
+
 /* Every call that opening makes fails once: the error names it, nothing is kept, the next open may succeed. */
 static void
 test_open_survives_every_fault(void)
@@ -313,6 +380,8 @@ test_open_survives_every_fault(void)
         CHECK_EQ(sim.live("contexts"), 0);
         CHECK_EQ(sim.live("streams"), 0);
         CHECK_EQ(sim.live("modules"), 0);
+        CHECK_EQ(sim.live("device"), 0);
+        CHECK_EQ(sim.live("pinned"), 0);
         if (nth > 200) {
             CHECK(nth <= 200);
             break;
@@ -333,7 +402,10 @@ test_open_finds_devices(void)
     CHECK(backend->native_stream(device) != NULL);
     CHECK(backend->native_stream(second) != backend->native_stream(device));
     CHECK_EQ(backend->open(5, &third, &error), MP_ERR_UNAVAILABLE);
+    CHECK_STR_EQ(error.text, "there is no CUDA device 5: the driver shows 2");
     CHECK_EQ(backend->open(-1, &third, &error), MP_ERR_UNAVAILABLE);
+    CHECK_EQ(backend->open(64, &third, &error), MP_ERR_UNAVAILABLE);
+    CHECK_STR_EQ(error.text, "there is no CUDA device 64");
     CHECK(mp_cuda_driver_version() > 0);
     char text[256];
     mp_cuda_status(text, sizeof text);
@@ -1138,6 +1210,248 @@ test_failure_after_the_copy_keeps_the_slot(void)
     }
 }
 
+/* ---- Failure of single entries ---- */
+
+/* Empties the pool of events: the next one is made anew.  At most so many are in it. */
+enum { POOL = 256 };
+
+static size_t
+drain_events(mp_event **taken)
+{
+    size_t count = 0;
+    const uint64_t created = sim.calls("cuEventCreate");
+    while (sim.calls("cuEventCreate") == created && count < POOL) {
+        OK(backend->event_get(device, &taken[count++], &error));
+    }
+    CHECK(count < POOL);
+    return count;
+}
+
+typedef struct attempt {
+    fixture *f;
+    mp_event *event; /* recorded, pending */
+    void *stream;
+} attempt;
+
+static mp_status
+try_record(attempt *a)
+{
+    return backend->event_record(a->event, &error);
+}
+
+static mp_status
+try_wait(attempt *a)
+{
+    return backend->event_wait(a->event, a->stream, &error);
+}
+
+static mp_status
+try_query(attempt *a)
+{
+    int done = 1;
+    const mp_status status = backend->event_query(a->event, &done, &error);
+    CHECK(status == MP_OK || !done);
+    return status;
+}
+
+static mp_status
+try_event_synchronize(attempt *a)
+{
+    return backend->event_synchronize(a->event, &error);
+}
+
+static mp_status
+try_synchronize(attempt *a)
+{
+    (void)a;
+    return backend->synchronize(device, &error);
+}
+
+static mp_status
+try_order(attempt *a)
+{
+    return backend->order_after(device, a->stream, &error);
+}
+
+static mp_status
+try_launch(attempt *a)
+{
+    return backend->launch(a->f->table, 1.0, &error);
+}
+
+static mp_status
+try_changed_launch_on(attempt *a)
+{
+    a->f->pad ^= 1;
+    OK(set_rows(a->f));
+    return backend->launch_on(a->f->table, 1.0, a->stream, &error);
+}
+
+/* Each call of each entry fails once: it is told by name, the caller's context is current again, nothing stays. */
+static void
+test_every_entry_survives_every_fault(void)
+{
+    mp_status (*const entries[])(attempt *) = {
+        try_record, try_wait,   try_query,  try_event_synchronize, try_synchronize,
+        try_order,  try_launch, try_changed_launch_on,
+    };
+    fixture f;
+    attempt a = {&f, NULL, new_stream()};
+    static mp_event *taken[POOL];
+    void *before, *after;
+    sim.begin(SIM_LAZY, 1);
+    fixture_init_padded(&f, 1);
+    const size_t count = drain_events(taken);
+    a.event = taken[count - 1];
+    CHECK_EQ(sim.cuCtxGetCurrent(&before), 0);
+    for (size_t i = 0; i < sizeof entries / sizeof *entries; i++) {
+        mp_status status = MP_ERR_DEVICE;
+        uint64_t nth = 1;
+        for (; status != MP_OK && nth < 50; nth++) {
+            sim.begin(SIM_LAZY, nth);
+            OK(backend->launch(f.table, 1.0, &error));
+            OK(backend->event_record(a.event, &error));
+            const int events = sim.live("events");
+            sim.fault("*", nth, 719, 1);
+            status = entries[i](&a);
+            if (status != MP_OK) {
+                CHECK_EQ(status, MP_ERR_DEVICE);
+                CHECK(strstr(error.text, " failed: CUDA_ERROR_LAUNCH_FAILED (719): ") != NULL);
+                CHECK(strncmp(error.text, "cu", 2) == 0 && strstr(error.text, ", device 0") != NULL);
+                CHECK(entries[i] == try_changed_launch_on || sim.live("events") == events);
+            }
+            sim.begin(SIM_LAZY, nth);
+            CHECK_EQ(sim.cuCtxGetCurrent(&after), 0);
+            CHECK(before == after);
+            one_step(&f, a.stream, (float)nth);
+            expect_clean();
+        }
+        CHECK(nth >= 4); /* entering, the call, leaving; and a turn without a fault */
+    }
+    for (size_t i = 0; i < count; i++) {
+        backend->event_put(taken[i]);
+    }
+    fixture_fini(&f);
+}
+
+/* An event is not the caller's before it is whole, so that the pool never holds one that does not exist. */
+static void
+test_event_that_was_not_made_is_not_kept(void)
+{
+    static mp_event *taken[POOL];
+    mp_event *event;
+    sim.begin(SIM_LAZY, 1);
+    size_t count = drain_events(taken);
+    const int events = sim.live("events");
+    static const char *const failing[] = {"cuCtxPushCurrent", "cuEventCreate", "cuCtxPopCurrent"};
+    for (size_t i = 0; i < 3; i++) {
+        sim.fault(failing[i], 1, 999, 1);
+        CHECK_EQ(backend->event_get(device, &event, &error), MP_ERR_DEVICE);
+        CHECK(strncmp(error.text, failing[i], strlen(failing[i])) == 0);
+        CHECK(event == NULL);
+        CHECK_EQ(sim.live("events"), events);
+        if (i == 2) { /* leaving failed: the device's context is still on the stack */
+            void *popped;
+            CHECK_EQ(sim.cuCtxPopCurrent(&popped), 0);
+        }
+    }
+    sim.begin(SIM_LAZY, 1);
+    OK(backend->event_get(device, &taken[count++], &error));
+    OK(backend->event_record(taken[count - 1], &error));
+    for (size_t i = 0; i < count; i++) {
+        backend->event_put(taken[i]);
+    }
+    expect_clean();
+}
+
+/* ---- Out of host memory ---- */
+
+static void
+expect_out_of_memory(mp_status status)
+{
+    CHECK_EQ(status, MP_ERR_MEMORY);
+    CHECK(strncmp(error.text, "out of memory for ", 18) == 0);
+}
+
+static void
+test_open_without_memory_is_told(void)
+{
+    mp_device *opened;
+    sim.begin(SIM_EAGER, 1);
+    malloc_fails_at(1);
+    expect_out_of_memory(backend->open(0, &opened, &error));
+    malloc_fails_at(0);
+    CHECK(opened == NULL);
+    CHECK_EQ(sim.live("contexts"), 0);
+}
+
+static void
+test_out_of_memory_leaves_things_as_they_were(void)
+{
+    fixture f;
+    static mp_event *taken[POOL];
+    static mp_row rows[9];
+    mp_event *event;
+    mp_table *table;
+    void *stream = new_stream(), *graph = NULL;
+    sim.begin(SIM_LAZY, 1);
+    fixture_init_padded(&f, 0);
+    const size_t count = drain_events(taken);
+    malloc_fails_at(1);
+    expect_out_of_memory(backend->event_get(device, &event, &error));
+    CHECK(event == NULL);
+    malloc_fails_at(1);
+    expect_out_of_memory(backend->table_new(device, &table, &error));
+    CHECK(table == NULL);
+    for (size_t i = 0; i < 9; i++) {
+        rows[i] = f.row;
+        rows[i].numel = 1;
+    }
+    for (long nth = 1; nth <= 2; nth++) {
+        malloc_fails_at(nth);
+        expect_out_of_memory(backend->table_set(f.table, rows, 9, &error)); /* more rows than ever */
+        malloc_fails_at(0);
+        one_step(&f, stream, (float)nth); /* the row is still the old one */
+    }
+    f.pad = 0;
+    f.row.numel--;
+    OK(set_rows(&f));
+    CHECK_EQ(sim.cuStreamBeginCapture(stream, 0), 0);
+    malloc_fails_at(1);
+    expect_out_of_memory(backend->launch_on(f.table, 1.0, stream, &error));
+    malloc_fails_at(0);
+    CHECK_EQ(sim.cuStreamEndCapture(stream, &graph), 0);
+    OK(backend->launch_on(f.table, 1.0, stream, &error));
+    for (size_t i = 0; i < count; i++) {
+        backend->event_put(taken[i]);
+    }
+    CHECK_EQ(sim.cuStreamSynchronize(stream), 0);
+    expect_clean();
+    fixture_fini(&f);
+}
+
+/* A table whose size no slot in the queue has, so that one must be made, and a device whose slabs are full. */
+static void
+test_slot_without_memory_is_told(void)
+{
+    fixture f;
+    void *stream = new_stream();
+    sim.begin(SIM_LAZY, 1);
+    fixture_init_padded(&f, 350);
+    const int events = sim.live("events");
+    malloc_fails_at(1);
+    const mp_status status = backend->launch_on(f.table, 1.0, stream, &error);
+    malloc_fails_at(0);
+    if (status != MP_OK) { /* else a slot of this size was there */
+        expect_out_of_memory(status);
+        CHECK_EQ(sim.live("events"), events);
+    }
+    OK(backend->launch_on(f.table, 1.0, stream, &error));
+    CHECK_EQ(sim.cuStreamSynchronize(stream), 0);
+    expect_clean();
+    fixture_fini(&f);
+}
+
 static void
 test_fork_is_refused(void)
 {
@@ -1193,12 +1507,16 @@ static void
 test_all(void)
 {
     sim.set_devices("90,75");
+    test_initialisation_survives_every_fault();
     test_open_without_image_says_so();
+    test_open_without_memory_is_told();
+    test_open_tries_the_next_image();
     test_open_survives_every_fault();
     test_open_finds_devices();
     mp_device *second;
     OK(backend->open(1, &second, &error));
-    test_slot_in_use_is_not_taken(); /* first: it needs an empty queue */
+    test_slot_without_memory_is_told(); /* first: these need an empty queue */
+    test_slot_in_use_is_not_taken();
     test_slot_in_use_by_two_streams_is_not_taken();
     test_launch_converts_as_the_host(device, 60);
     test_launch_converts_as_the_host(second, 60);
@@ -1222,6 +1540,9 @@ test_all(void)
     test_threads_share_a_device();
     test_step_survives_every_fault();
     test_failure_after_the_copy_keeps_the_slot();
+    test_every_entry_survives_every_fault();
+    test_event_that_was_not_made_is_not_kept();
+    test_out_of_memory_leaves_things_as_they_were();
     test_fork_is_refused();
     test_device_fault_is_told();
 }

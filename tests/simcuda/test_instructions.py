@@ -129,6 +129,21 @@ def test_cvt_f32_to_bf16_matches_torch_on_many_patterns(apply):
     assert_same_floats(widened(y), widened(bf16(x)))
 
 
+@pytest.mark.parametrize(("kind", "dtype"), [("f16", torch.float16), ("bf16", torch.bfloat16)])
+def test_cvt_towards_zero_never_grows(apply, kind, dtype):
+    x = floats(100_000)
+    x = x[np.isfinite(x)]
+    towards = torch.from_numpy(apply(f"cvt.rz.{kind}.f32 {{y}}, {{a}};", "b16", ("b32", x)).view(np.int16)).view(dtype)
+    exact, nearest = torch.from_numpy(x), torch.from_numpy(x).to(dtype)
+    assert (towards.abs() <= exact.abs()).all()
+    kept = nearest.abs() <= exact.abs()
+    assert torch.equal(towards[kept], nearest[kept])
+    assert kept.any()
+    assert not kept.all()
+    # Else it is the neighbour: one unit of the narrow type below what nearest gives.
+    assert torch.equal(towards.view(torch.int16)[~kept], nearest.view(torch.int16)[~kept] - 1)
+
+
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
 def test_cvt_pair_puts_the_first_source_into_the_upper_half(apply, kind):
     a, b = floats(4096, 1), floats(4096, 2)
@@ -365,7 +380,7 @@ def test_signed_narrow_load_extends(apply):
         ("add.rz.f32 %f1, %f2, %f3;", ".rz"),
         ("div.approx.f32 %f1, %f2, %f3;", ".approx"),
         ("cvt.rn.satfinite.f16.f32 %h1, %f1;", ".satfinite"),
-        ("cvt.rz.f16.f32 %h1, %f1;", ".rz"),
+        ("cvt.rm.f16.f32 %h1, %f1;", ".rm"),
         ("cvt.f16.f32 %h1, %f1;", "cvt.f16.f32"),
         ("add.sat.s32 %r1, %r2, %r3;", "add.sat.s32"),
         ("add.f16 %h1, %h2, %h3;", "add.f16"),

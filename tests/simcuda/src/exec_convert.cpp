@@ -17,16 +17,23 @@ double read_float(const Frame &f, const Insn &i, int k, Type t)
     }
 }
 
+float to_float(double x, bool towards_zero)
+{
+    const float nearest = static_cast<float>(x);
+    return towards_zero && std::fabs(nearest) > std::fabs(x) ? std::nextafter(nearest, 0.0f) : nearest;
+}
+
 uint64_t encode_float(const Insn &i, double x, Type t)
 {
+    const bool zero = i.round == Round::Zero;
     if (i.sat)
         x = x > 0.0 ? std::fmin(x, 1.0) : 0.0;
     switch (t) {
     case Type::F16:
-    case Type::F16x2: return to_f16(x);
+    case Type::F16x2: return to_f16(x, zero);
     case Type::BF16:
-    case Type::BF16x2: return to_bf16(x);
-    case Type::F32: return std::isnan(x) ? 0x7fffffffu : bit_cast<uint32_t>(flush(static_cast<float>(x), i.ftz));
+    case Type::BF16x2: return to_bf16(x, zero);
+    case Type::F32: return std::isnan(x) ? 0x7fffffffu : bit_cast<uint32_t>(flush(to_float(x, zero), i.ftz));
     default: return bit_cast<uint64_t>(x);
     }
 }
@@ -99,13 +106,14 @@ bool is_integer(Type t) { return is_signed(t) || t == Type::U8 || t == Type::U16
 
 Handler find_cvt(const Insn &i)
 {
-    const bool integral = i.round != Round::None && i.round != Round::Nearest, nearest = i.round == Round::Nearest;
+    const bool nearest = i.round == Round::Nearest, rounds = nearest || i.round == Round::Zero;
+    const bool integral = i.round != Round::None && !rounds;
     const bool narrows = size_of(i.type) < size_of(i.source);
     if (is_float(i.type) && is_float(i.source)) {
         if (i.type == i.source) // only to a whole number, or with .sat
-            return nearest ? nullptr : float_to_float;
+            return rounds ? nullptr : float_to_float;
         const bool half_to_half = !narrows && size_of(i.type) == 2;
-        return narrows == nearest && !integral && !half_to_half ? float_to_float : nullptr;
+        return narrows == rounds && !integral && !half_to_half ? float_to_float : nullptr;
     }
     if (is_integer(i.type) && is_float(i.source))
         return integral && !i.sat ? float_to_int : nullptr; // .sat is what happens anyway, but nvcc never writes it
@@ -123,7 +131,7 @@ Handler find_convert(const Insn &i)
     if (i.op == Op::Cvt)
         return find_cvt(i);
     if (i.op == Op::CvtPair)
-        return i.source == Type::F32 && i.round == Round::Nearest && !i.sat ? float_pair : nullptr;
+        return i.source == Type::F32 && (i.round == Round::Nearest || i.round == Round::Zero) && !i.sat ? float_pair : nullptr;
     return nullptr;
 }
 

@@ -1,4 +1,4 @@
-// Half-precision numbers as the device converts them: round to nearest even, subnormals kept, NaN canonical.
+// Half-precision numbers as the device converts them: to nearest even or towards zero, subnormals kept, NaN canonical.
 #pragma once
 
 #include <cmath>
@@ -26,7 +26,7 @@ constexpr HalfFormat kF16{10, -14};
 constexpr HalfFormat kBF16{7, -126};
 
 // One rounding from double.  float goes through double exactly, so it is rounded once too.
-inline uint16_t narrow(double x, HalfFormat f)
+inline uint16_t narrow(double x, HalfFormat f, bool towards_zero)
 {
     constexpr uint64_t hidden = uint64_t{1} << 52;
     const uint64_t u = bit_cast<uint64_t>(x);
@@ -44,15 +44,16 @@ inline uint16_t narrow(double x, HalfFormat f)
     const uint64_t significand = fraction | hidden;
     uint64_t kept = significand >> lost;
     const uint64_t rest = significand - (kept << lost), tie = uint64_t{1} << (lost - 1);
-    kept += rest > tie || (rest == tie && (kept & 1));
+    kept += !towards_zero && (rest > tie || (rest == tie && (kept & 1)));
     // A carry out of the significand moves into the exponent by itself: the encoding is monotonic.
     const int above = exponent > f.min_exponent ? exponent - f.min_exponent : 0;
     const uint64_t bits = (static_cast<uint64_t>(above) << f.mantissa) + kept;
-    return static_cast<uint16_t>(sign | (bits > infinity ? infinity : bits));
+    const uint64_t largest = towards_zero ? infinity - 1 : infinity;
+    return static_cast<uint16_t>(sign | (bits > largest ? largest : bits));
 }
 
-inline uint16_t to_f16(double x) { return narrow(x, kF16); }
-inline uint16_t to_bf16(double x) { return narrow(x, kBF16); }
+inline uint16_t to_f16(double x, bool towards_zero = false) { return narrow(x, kF16, towards_zero); }
+inline uint16_t to_bf16(double x, bool towards_zero = false) { return narrow(x, kBF16, towards_zero); }
 
 inline float from_bf16(uint16_t h) { return bit_cast<float>(static_cast<uint32_t>(h) << 16); }
 

@@ -148,7 +148,7 @@ enum class Compare : uint8_t {
 };
 enum class Bool : uint8_t { None, And, Or, Xor };
 enum class Half : uint8_t { Lo, Hi, Wide }; // which part of a product
-enum class Round : uint8_t { None, Nearest, IntNearest, IntZero, IntDown, IntUp };
+enum class Round : uint8_t { None, Nearest, Zero, IntNearest, IntZero, IntDown, IntUp };
 enum class Test : uint8_t { Finite, Infinite, Number, NotANumber, Normal, Subnormal };
 enum class Atomic : uint8_t { Add, And, Or, Xor, Min, Max, Exch, Cas, Inc, Dec };
 

@@ -279,6 +279,7 @@ void Parser::form_convert()
     insn_.op = pair ? Op::CvtPair : Op::Cvt;
     take_one<Round>(mods_,
                     {{"rn", Round::Nearest},
+                     {"rz", Round::Zero},
                      {"rni", Round::IntNearest},
                      {"rzi", Round::IntZero},
                      {"rmi", Round::IntDown},
