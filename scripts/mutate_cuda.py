@@ -112,9 +112,11 @@ class Verdicts:
         return self._tests["ptx" if mutant.stem.isdigit() else "c"]
 
     def recall(self, mutant: Mutant) -> bool:
-        """Fills in what is known of the mutant; a survivor only where it survived these very tests."""
+        """Fills in what is known of the mutant; where it was not killed, only if the tests are still the same."""
         known = self._known.get(self._key(mutant))
-        if known is None or (known["verdict"] == "survived" and known["tests"] != self._tests_of(mutant)):
+        if known is None:
+            return False
+        if not str(known["verdict"]).startswith("killed") and known["tests"] != self._tests_of(mutant):
             return False
         mutant.verdict, mutant.seconds = str(known["verdict"]), float(known["seconds"])
         return True
@@ -226,7 +228,7 @@ class Bench:
 
     def run_rows(self, image: Path, architecture: str) -> int:
         """Runs a kernel over every kind of row; makes the expected result, or compares with it."""
-        rows = [ROOT / "tests" / "kernel_rows.py", image, architecture, WORK / "rows.npy"]
+        rows = [ROOT / "tests" / "kernel_rows.py", image, architecture, WORK / "rows.npz"]
         return run([sys.executable, *rows], HANGS["kernel"])[0]
 
     def try_ptx(self, mutant: Mutant) -> str:
@@ -240,7 +242,7 @@ class Bench:
 
     def expect_same_results(self) -> None:
         """All architectures' kernels, unchanged, must agree; what they agree on is what mutants are compared with."""
-        (WORK / "rows.npy").unlink(missing_ok=True)
+        (WORK / "rows.npz").unlink(missing_ok=True)
         for architecture, text in ptx_of(self.image.read_bytes()).items():
             whole = WORK / f"whole-{architecture}.ptx"
             whole.write_text(text)

@@ -2,16 +2,16 @@
 
     python tests/kernel_rows.py PTX CAPABILITY RESULT
 
-runs PTX text on the simulated driver and compares with RESULT, or makes it when it does not exist; exit status 1 when they
-differ or the driver reports something, 2 when the text is not loaded at all.  That is how scripts/mutate_cuda.py tries
-thousands of kernels: without PyTorch and without the extension.
+runs PTX text on the simulated driver and compares with RESULT, or makes it when it does not exist.  Exit status 1 when they
+differ, in memory or in the number of wide accesses, or when the driver reports something; 2 when the text is not loaded at
+all.  That is how scripts/mutate_cuda.py tries thousands of kernels: without PyTorch and without the extension.
 """
 
 from __future__ import annotations
 
 import ctypes as C
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,8 @@ SHIFT = 10  # chunks of 1024 elements: one full step of the loop with the most l
 GRID = 3
 
 #: Divisor, and the factor and scaling that the extension makes of it.
-SCALINGS = ((1.0, 1.0, 0), (8.0, 0.125, 1), (3.0, 3.0, 2))
+Scaling = tuple[float, float, int]
+SCALINGS: tuple[Scaling, ...] = ((1.0, 1.0, 0), (8.0, 0.125, 1), (3.0, 3.0, 2))
 
 #: Elements, where the destination begins (elements behind 16 bytes), what is added to where src and add would be aligned;
 #: START: they are aligned where they begin, as if the destination began there too.
@@ -80,52 +81,57 @@ def values(type_: int, count: int, seed: int) -> np.ndarray:
         return chosen.astype(np.float16).view(np.uint8)
 
 
-class Rows:
-    """The memory, and where each row lies in it."""
+class Table:
+    """Rows, and the memory that they lie in."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, int, int, int, int, int, int]] = []  # types and offsets of src, add, dst; elements
-        parts: list[np.ndarray] = []
-        self.size = 0
-        for src in (0, 1, 2, 3, NONE):
-            for add in (0, 1, 2, 3, NONE):
-                for dst in range(4):
-                    for shape in shapes(src, add, dst):
-                        self._add(parts, src, add, dst, shape)
-        self.many = len(self.rows)
-        # A table of fewer chunks than the grid has warps, into memory that would tell if any of it were done twice.
-        self._add(parts, 1, 1, 1, (2 * 1024 + 5, 0, 0, 0), in_place=True)
-        memory = np.concatenate(parts)
-        # Aligned to 256 bytes, which an array of NumPy is not.
-        self._kept = np.zeros(len(memory) + 256, np.uint8)
-        start = -self._kept.ctypes.data % 256
-        self.memory = self._kept[start : start + len(memory)]
-        self.memory[:] = self.initial = memory
+        self.vectors: list[int] = []  # accesses of 16 bytes so far: loads and stores
+        self._parts: list[np.ndarray] = []
+        self._size = 0
 
-    def _place(self, parts: list[np.ndarray], offset: int, content: np.ndarray) -> int:
+    def _place(self, offset: int, content: np.ndarray) -> int:
+        """Bytes with guards around them; ``offset`` is behind a multiple of 16."""
         room = -(-(offset + len(content) + 32) // 16) * 16
         block = np.full(room, 0xA5, np.uint8)
         block[offset : offset + len(content)] = content
-        parts.append(block)
-        at = self.size + offset
-        self.size += room
+        self._parts.append(block)
+        at = self._size + offset
+        self._size += room
         return at
 
-    def _add(self, parts: list[np.ndarray], src: int, add: int, dst: int, shape: Shape, in_place: bool = False) -> None:
+    def add(
+        self, types: tuple[int, int, int], shape: Shape, contents: Sequence[np.ndarray] | None = None, in_place: bool = False
+    ) -> None:
+        """A row of these types (src, add, dst); ``contents`` are the bytes of src and add."""
+        src, add, dst = types
         numel, begin, src_off, add_off = shape
         head = -begin % (16 // SIZES[dst])
         places = []
-        for type_, off in ((src, src_off), (add, add_off)):
+        for i, (type_, off) in enumerate(((src, src_off), (add, add_off))):
             if type_ == NONE:
                 places.append(0)
                 continue
             offset = 0 if off == START else ((-head + off) % (16 // SIZES[type_])) * SIZES[type_]
-            places.append(self._place(parts, offset, values(type_, numel, len(parts))))
+            places.append(self._place(offset, contents[i] if contents else values(type_, numel, len(self._parts))))
         offset = begin % (16 // SIZES[dst]) * SIZES[dst]
-        target = places[0] if in_place else self._place(parts, offset, np.full(numel * SIZES[dst], 0xA5, np.uint8))
+        target = places[0] if in_place else self._place(offset, np.full(numel * SIZES[dst], 0xA5, np.uint8))
         self.rows.append((src, add, dst, places[0], places[1], target, numel))
 
-    def table(self, begin: int, end: int) -> tuple[np.ndarray, int]:
+    def settle(self) -> None:
+        """All rows are there: makes the memory, aligned to 256 bytes, which an array of NumPy is not."""
+        self.initial = np.concatenate(self._parts)
+        self._parts.clear()
+        self._kept = np.zeros(len(self.initial) + 256, np.uint8)
+        start = -self._kept.ctypes.data % 256
+        self.memory = self._kept[start : start + len(self.initial)]
+        self.memory[:] = self.initial
+
+    def launches(self) -> list[tuple[int, int, int]]:
+        """Rows from, to, and the grid."""
+        return [(0, len(self.rows), GRID)]
+
+    def _table(self, begin: int, end: int) -> tuple[np.ndarray, int]:
         """What the kernel reads for some of the rows, and the chunks in all.  As csrc/cuda_table.c makes it."""
         base, chunk = self.memory.ctypes.data, 0
         table = np.zeros(end - begin, ROW)
@@ -137,7 +143,7 @@ class Rows:
             chunk += max(1, -((head - numel) >> SHIFT))
         return table, chunk
 
-    def run(self, image: bytes, capability: int) -> Iterator[np.ndarray]:
+    def run(self, image: bytes, capability: int, scalings: Sequence[Scaling] = SCALINGS) -> Iterator[np.ndarray]:
         """The memory after all rows, with each scaling.  Raises AssertionError for whatever the driver reports."""
         from simcuda.driver import Driver
         from simcuda.fixtures import load
@@ -150,11 +156,11 @@ class Rows:
         driver.start()
         stream = driver.stream()
         sim.register(self.memory.ctypes.data, self.memory.nbytes, "rows", keep=self)
-        tables = [(*self.table(0, self.many), GRID), (*self.table(self.many, len(self.rows)), 1)]
+        tables = [(*self._table(begin, end), grid) for begin, end, grid in self.launches()]
         for table, *_ in tables:
             sim.register(table.ctypes.data, table.nbytes, "table", keep=table)
         _, function = driver.function(image, "mp_cast")
-        for _, factor, scaling in SCALINGS:
+        for _, factor, scaling in scalings:
             self.memory[:] = self.initial
             for table, chunks, grid in tables:
                 arguments = [C.c_uint64(table.ctypes.data), C.c_uint32(len(table)), C.c_uint32(SHIFT), C.c_int64(chunks)]
@@ -162,24 +168,45 @@ class Rows:
                 driver.launch(function, stream, arguments, grid=grid, block=256)
             driver.cuStreamSynchronize(stream)
             assert sim.report() == []
+            self.vectors = [sim.executed("mp_cast", name) for name in ("ld.global.v4", "st.global.v4")]
             yield self.memory.copy()
+
+
+class Rows(Table):
+    """Every combination of types in every shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for src in (0, 1, 2, 3, NONE):
+            for add in (0, 1, 2, 3, NONE):
+                for dst in range(4):
+                    for shape in shapes(src, add, dst):
+                        self.add((src, add, dst), shape)
+        self._many = len(self.rows)
+        # Fewer chunks than the grid has warps, into memory that would tell if any of it were done twice.
+        self.add((1, 1, 1), (2 * 1024 + 5, 0, 0, 0), in_place=True)
+        self.settle()
+
+    def launches(self) -> list[tuple[int, int, int]]:
+        return [(0, self._many, GRID), (self._many, len(self.rows), 1)]
 
 
 def main(image: str, capability: str, expected: str) -> int:
     """The command."""
     from simcuda.driver import DriverError
 
+    rows = Rows()
     try:
-        results = list(Rows().run(Path(image).read_bytes() + b"\0", int(capability)))
+        results = list(rows.run(Path(image).read_bytes() + b"\0", int(capability)))
     except DriverError as error:
         if error.function == "cuModuleLoadData":
             return 2
         raise
     if not Path(expected).exists():
-        np.save(expected, np.stack(results))
+        np.savez(expected, memory=np.stack(results), vectors=rows.vectors)
         return 0
     wanted = np.load(expected)
-    return int(not all(np.array_equal(result, want) for result, want in zip(results, wanted, strict=True)))
+    return int(not np.array_equal(np.stack(results), wanted["memory"]) or rows.vectors != wanted["vectors"].tolist())
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import runpy
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from kernel_image import kernel_image
 from simcuda import build
 from test_c_programs import CC, FLAGS, OPTIONS, ROOT, build_command, runner
 
@@ -16,20 +17,9 @@ SANITIZE = {"plain": "", "address": "", "thread": "thread"}
 
 
 @pytest.fixture(scope="module")
-def image(tmp_path_factory) -> Path:
+def image() -> Path:
     """The kernel image, made from the sources as they are now."""
-    folder = tmp_path_factory.mktemp("image")
-    try:
-        nvcc = build.nvcc()
-    except build.UnavailableError as error:
-        pytest.skip(str(error))
-    helper = runpy.run_path(str(ROOT / "csrc" / "kernels" / "build_image.py"))
-    content, note = helper["build"](nvcc, str(ROOT / "csrc" / "kernels" / "cast.cu"), str(folder))
-    assert "for older drivers" in note
-    assert "no PTX" not in note
-    place = folder / "image"
-    place.write_bytes(content)
-    return place
+    return kernel_image()
 
 
 @pytest.fixture(scope="module")
@@ -113,3 +103,73 @@ def test_driver_without_a_required_symbol_is_named(image, programs):
 
 def test_device_older_than_the_kernels_is_refused(image, programs):
     run(programs("plain"), image, build.library(), "refuse", "compute capability 7.0", SIMCUDA_DEVICES="70")
+
+
+# --- no image: NVRTC compiles, if it can -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nvrtc(image, tmp_path):
+    """Makes a libnvrtc whose result is our PTX; returns what else :func:`run` needs."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    from cuda_mutants import ptx_of
+
+    def make(capability: str, *flags: str) -> dict[str, str]:
+        source = ROOT / "tests" / "simcuda" / "native" / "nvrtc.c"
+        command = [CC, "-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", *flags]
+        command += ["-Wl,-soname,libnvrtc.so.13", str(source), "-o", str(tmp_path / "libnvrtc.so.13")]
+        subprocess.run(command, check=True)
+        result, empty = tmp_path / "result", tmp_path / "empty"
+        texts = ptx_of(image.read_bytes())
+        result.write_text(texts[max(known for known in texts if known <= int(capability))])
+        empty.write_bytes(b"")
+        folders = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("LD_LIBRARY_PATH")]))
+        given = {"DDP_MP_IMAGE": str(empty), "LD_LIBRARY_PATH": folders, "SIMCUDA_DEVICES": capability}
+        return given | {"NVRTC_RESULT": str(result), "NVRTC_KNOWS": "75,80,90,100", "NVRTC_WANTS": f"sm_{capability}"}
+
+    return make
+
+
+@pytest.mark.parametrize(("capability", "target"), [("90", "sm_90"), ("86", "compute_80"), ("103", "compute_100")])
+def test_device_without_an_image_gets_what_nvrtc_compiles(capability, target, image, programs, nvrtc):
+    given = nvrtc(capability) | {"NVRTC_WANTS": target}
+    run(
+        programs("plain"), image, build.library(), "convert", f"sm_{capability}, compiled by NVRTC 13.0 for {target}", **given
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("failing", "why"),
+    [
+        ("nvrtcGetNumSupportedArchs", "knows no architecture of this device"),
+        ("nvrtcGetSupportedArchs", "knows no architecture of this device"),
+        ("nvrtcCreateProgram", "failed (6)"),
+        ("nvrtcCompileProgram", "failed (6)"),
+        ("nvrtcGetCUBINSize", "failed (0)"),
+        ("nvrtcGetCUBIN", "failed (0)"),
+    ],
+)
+def test_failure_of_nvrtc_is_told(failing, why, image, programs, nvrtc):
+    given = nvrtc("90") | {"NVRTC_FAILS": failing}
+    text = f"no kernel for device 0 (sm_90): no image in this test; NVRTC 13.0 {why}"
+    run(programs("plain"), image, build.library(), "refuse", text, **given)
+
+
+def test_nvrtc_that_knows_only_newer_devices_is_told(image, programs, nvrtc):
+    given = nvrtc("75") | {"NVRTC_KNOWS": "80,90"}
+    run(
+        programs("plain"), image, build.library(), "refuse", "NVRTC 13.0 knows no architecture of this device", **given
+    )  # fmt: skip
+
+
+def test_nvrtc_that_lacks_a_function_is_told(image, programs, nvrtc):
+    run(
+        programs("plain"), image, build.library(), "refuse", "NVRTC lacks nvrtcGetPTX",
+        **nvrtc("90", "-DnvrtcGetPTX=another"),
+    )  # fmt: skip
+
+
+def test_result_of_nvrtc_that_does_not_load_is_told(image, programs, nvrtc):
+    given = nvrtc("90")
+    Path(given["NVRTC_RESULT"]).write_text("no PTX at all")
+    run(programs("plain"), image, build.library(), "refuse", "compiled by NVRTC 13.0 for sm_90: CUDA_ERROR_INVALID", **given)

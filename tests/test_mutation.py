@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from kernel_image import kernel_image
 from kernel_rows import NAMES, NONE, SCALINGS, SIZES, Rows
 from simulated import require_simulator
 
@@ -25,20 +26,8 @@ sys.path.insert(0, str(SCRIPT.parent))
 @pytest.fixture(scope="module")
 def image() -> bytes:
     """The kernel image, made from the sources as they are now."""
-    import runpy
-    import tempfile
-
-    from simcuda import build
-
     require_simulator()
-    try:
-        nvcc = build.nvcc()
-    except build.UnavailableError as error:
-        pytest.skip(str(error))
-    helper = runpy.run_path(str(ROOT / "csrc" / "kernels" / "build_image.py"))
-    with tempfile.TemporaryDirectory() as folder:
-        content, _ = helper["build"](nvcc, str(ROOT / "csrc" / "kernels" / "cast.cu"), folder)
-    return content
+    return kernel_image().read_bytes()
 
 
 def by_the_host(rows: Rows, divisor: float) -> np.ndarray:
@@ -72,20 +61,32 @@ def equal_but_for_nan(rows: Rows, got: np.ndarray, want: np.ndarray) -> bool:
 
 @pytest.mark.parametrize("capability", [75, 80, 90, 100, 120])
 def test_kernel_rows_equal_the_host_backend_on_every_architecture(image: bytes, capability: int) -> None:
-    from mutate_cuda import ptx_of
+    from cuda_mutants import ptx_of
 
     rows = Rows()
     results = list(rows.run(ptx_of(image)[capability].encode() + b"\0", capability))
     for got, (divisor, _, _) in zip(results, SCALINGS, strict=True):
         assert equal_but_for_nan(rows, got, by_the_host(rows, divisor)), f"divisor {divisor}"
+    assert min(rows.vectors) > 10_000  # most goes 16 bytes at a time
 
 
 def test_mutation_script_finds_mutants_and_kills_some(image: bytes) -> None:
-    from mutate_cuda import BACKEND, mutants_of, ptx_mutants
+    from cuda_mutants import BACKEND, CALLERS, architectures_of, mutants_of, ptx_mutants, sample_of
 
-    for stem in (*BACKEND, "engine_pass"):
-        assert len(mutants_of(stem)) >= 3, stem
-    assert len(ptx_mutants(image, [80])) > 500
+    for stem in (*BACKEND, *CALLERS):
+        mutants = mutants_of(stem)
+        assert mutants, stem
+        original = (ROOT / "csrc" / f"{stem}.c").read_text()
+        assert all(mutant.text != original for mutant in mutants)
+        assert len({mutant.what for mutant in mutants}) == len(mutants)
+    assert sum(len(mutants_of(stem)) for stem in BACKEND) > 100
+    texts = architectures_of(image)
+    assert sorted(a for architectures in texts.values() for a in architectures) == [75, 80, 90, 100, 120]
+    for text, (first, *_) in texts.items():
+        mutants = ptx_mutants(text, first)
+        assert len(mutants) > 500
+        kinds = {mutant.what.split()[0] for mutant in mutants}
+        assert {mutant.what.split()[0] for mutant in sample_of(mutants, 100)} == kinds
 
 
 @pytest.mark.slow

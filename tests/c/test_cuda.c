@@ -23,6 +23,7 @@
 #include "backend_cuda.h"
 #include "cast.h"
 #include "check.h"
+#include "cuda_driver.h"
 #include "cuda_image.h"
 #include "malloc_fault.h"
 #include "simcuda.h"
@@ -357,6 +358,27 @@ test_open_tries_the_next_image(void)
     CHECK_EQ(sim.live("modules"), 0);
     CHECK_EQ(sim.live("streams"), 0);
     sim.begin(SIM_EAGER, 1);
+}
+
+static cu_result
+no_blocks(int *blocks, cu_function function, int block_size, size_t shared)
+{
+    (void)function, (void)block_size, (void)shared;
+    *blocks = 0;
+    return CU_OK;
+}
+
+static void
+test_open_refuses_a_device_that_the_kernel_does_not_fit(void)
+{
+    const char *why;
+    mp_cuda_api *api = (mp_cuda_api *)(uintptr_t)mp_cuda_load(&why); /* no constant, though nobody else may change it */
+    const mp_cuda_api whole = *api;
+    sim.begin(SIM_EAGER, 1);
+    api->cuOccupancyMaxActiveBlocksPerMultiprocessor = no_blocks;
+    expect_refused(0, MP_ERR_DEVICE, "the kernel does not fit device 0");
+    *api = whole;
+    CHECK_EQ(sim.live("modules"), 0);
 }
 
 /* Every call that opening makes fails once: the error names it, nothing is kept, the next open may succeed. */
@@ -1511,6 +1533,7 @@ test_all(void)
     test_open_without_image_says_so();
     test_open_without_memory_is_told();
     test_open_tries_the_next_image();
+    test_open_refuses_a_device_that_the_kernel_does_not_fit();
     test_open_survives_every_fault();
     test_open_finds_devices();
     mp_device *second;
