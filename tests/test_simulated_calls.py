@@ -235,6 +235,9 @@ class Bench:
         self.optimizer = torch.optim.SGD(self.trial.module.parameters(), lr=0.0)
         self.inputs = rank.inputs(vectors(), 5)
         self.x = self.inputs[0]
+        self.warm_up()
+
+    def warm_up(self) -> None:
         self.step()
 
     @property
@@ -322,6 +325,7 @@ def sweep(
     act(given)
     counted = calls.since()
     verify()
+    assert counted, "the action calls no driver: nothing is shown"
     for name, count in counted.items():
         for nth in range(1, count + 1):
             given = prepare()
@@ -345,39 +349,42 @@ def sweep(
     return swallowed
 
 
+def sweep_of(bench: Bench, before: Callable[[Bench], Any], action: Callable[[Bench, Any], object]) -> None:
+    """Fails each call of the action once: masters and gradients are as before or complete, and the next step is right."""
+    for _ in range(2):
+        bench.step()
+    before_it: list[State] = []
+    done: list[State] = []  # what the action makes of it, undisturbed
+    failed = False
+
+    def prepare() -> Any:
+        before_it[:] = [bench.state()]
+        return before(bench)
+
+    def act(given: Any) -> None:
+        nonlocal failed
+        failed = True
+        action(bench, given)
+        failed = False
+
+    def verify() -> None:
+        bench.ddp.state_dict()  # puts masters back where a forward left copies in place, as one without a fault does
+        if failed:
+            assert one_of(bench.state(), before_it[0], done[0]), "masters or gradients are neither as before nor complete"
+        elif not done:
+            done.append(bench.state())
+        bench.step()
+
+    swallowed = sweep(bench.device, prepare, act, verify)
+    assert not swallowed, f"errors that did not surface: {swallowed}"
+
+
 @on_ranks(1)
 @pytest.mark.parametrize("name", ACTIONS)
 @pytest.mark.parametrize("wait", ["root", "module"])
 def test_fault_of_every_call_surfaces_and_leaves_masters_and_gradients(rank: Rank, name: str, wait: str) -> None:
-    before, action = ACTIONS[name]
     with simulated_device() as device:
-        bench = Bench(rank, device, wait=wait)
-        for _ in range(2):
-            bench.step()
-        before_it: list[State] = []
-        done: list[State] = []  # what the action makes of it, undisturbed
-        failed = False
-
-        def prepare() -> Any:
-            before_it[:] = [bench.state()]
-            return before(bench)
-
-        def act(given: Any) -> None:
-            nonlocal failed
-            failed = True
-            action(bench, given)
-            failed = False
-
-        def verify() -> None:
-            bench.ddp.state_dict()  # puts masters back where a forward left copies in place, as one without a fault does
-            if failed:
-                assert one_of(bench.state(), before_it[0], done[0]), "masters or gradients are neither as before nor complete"
-            elif not done:
-                done.append(bench.state())
-            bench.step()
-
-        swallowed = sweep(device, prepare, act, verify)
-        assert not swallowed, f"errors that did not surface: {swallowed}"
+        sweep_of(Bench(rank, device, wait=wait), *ACTIONS[name])
 
 
 def _tensors(bench: Bench) -> tuple[torch.Tensor, torch.Tensor]:

@@ -360,6 +360,16 @@ test_open_tries_the_next_image(void)
     sim.begin(SIM_EAGER, 1);
 }
 
+static void
+test_open_refuses_an_old_device(void)
+{
+    sim.begin(SIM_EAGER, 1);
+    sim.set_devices("70,90");
+    expect_refused(0, MP_ERR_UNAVAILABLE, "CUDA device 0 has compute capability 7.0; the oldest supported is 7.5");
+    sim.set_devices("90,75");
+    CHECK_EQ(sim.live("contexts"), 0);
+}
+
 static cu_result
 no_blocks(int *blocks, cu_function function, int block_size, size_t shared)
 {
@@ -941,6 +951,8 @@ test_event_states(void)
     CHECK_EQ(sim.calls("cuStreamWaitEvent") + sim.calls("cuEventSynchronize"), 0);
     OK(backend->launch(f.table, 1.0, &error));
     OK(backend->event_record(event, &error));
+    OK(backend->event_query(event, &done, &error));
+    CHECK_EQ(done, 0);
     OK(backend->event_synchronize(event, &error));
     OK(backend->event_query(event, &done, &error));
     CHECK_EQ(done, 1);
@@ -1309,6 +1321,27 @@ try_changed_launch_on(attempt *a)
     return backend->launch_on(a->f->table, 1.0, a->stream, &error);
 }
 
+static uint64_t
+succeeded(const char *call, mp_status status)
+{
+    const int failed = status != MP_OK && strncmp(error.text, call, strlen(call)) == 0;
+    return sim.calls(call) - (failed ? 1 : 0);
+}
+
+/* What did not happen is not counted. */
+static void
+expect_counted(const mp_counters *before, mp_status status)
+{
+    mp_counters after;
+    backend->counters(device, &after);
+    CHECK_EQ(after.launches - before->launches, succeeded("cuLaunchKernel", status));
+    CHECK_EQ(after.uploads - before->uploads, succeeded("cuMemcpyHtoDAsync", status));
+    if (status != MP_OK) {
+        CHECK_EQ(after.events, before->events);
+        CHECK_EQ(after.waits, before->waits);
+    }
+}
+
 /* Each call of each entry fails once: it is told by name, the caller's context is current again, nothing stays. */
 static void
 test_every_entry_survives_every_fault(void)
@@ -1334,8 +1367,13 @@ test_every_entry_survives_every_fault(void)
             OK(backend->launch(f.table, 1.0, &error));
             OK(backend->event_record(a.event, &error));
             const int events = sim.live("events");
+            mp_counters counted;
+            sim.begin(SIM_LAZY, nth); /* counts calls from here; what was launched is over */
+            OK(backend->event_record(a.event, &error));
+            backend->counters(device, &counted);
             sim.fault("*", nth, 719, 1);
             status = entries[i](&a);
+            expect_counted(&counted, status);
             if (status != MP_OK) {
                 CHECK_EQ(status, MP_ERR_DEVICE);
                 CHECK(strstr(error.text, " failed: CUDA_ERROR_LAUNCH_FAILED (719): ") != NULL);
@@ -1372,6 +1410,7 @@ test_event_that_was_not_made_is_not_kept(void)
         CHECK(strncmp(error.text, failing[i], strlen(failing[i])) == 0);
         CHECK(event == NULL);
         CHECK_EQ(sim.live("events"), events);
+        CHECK_EQ(sim.calls("cuEventDestroy"), i == 2); /* what was made, and nothing else */
         if (i == 2) { /* leaving failed: the device's context is still on the stack */
             void *popped;
             CHECK_EQ(sim.cuCtxPopCurrent(&popped), 0);
@@ -1379,6 +1418,15 @@ test_event_that_was_not_made_is_not_kept(void)
     }
     sim.begin(SIM_LAZY, 1);
     OK(backend->event_get(device, &taken[count++], &error));
+    /* A record that failed is none: there is nothing to wait for. */
+    int done = 0;
+    sim.fault("cuEventRecord", 1, 999, 1);
+    CHECK_EQ(backend->event_record(taken[count - 1], &error), MP_ERR_DEVICE);
+    OK(backend->event_query(taken[count - 1], &done, &error));
+    CHECK_EQ(done, 1);
+    OK(backend->event_wait(taken[count - 1], NULL, &error));
+    OK(backend->event_synchronize(taken[count - 1], &error));
+    CHECK_EQ(sim.calls("cuEventQuery") + sim.calls("cuStreamWaitEvent") + sim.calls("cuEventSynchronize"), 0);
     OK(backend->event_record(taken[count - 1], &error));
     for (size_t i = 0; i < count; i++) {
         backend->event_put(taken[i]);
@@ -1486,8 +1534,14 @@ test_fork_is_refused(void)
     if (child == 0) {
         mp_device *other;
         mp_table *table;
+        mp_event *mine;
         int done;
         const int refused = backend->launch(f.table, 1.0, &error) == MP_ERR_FORKED &&
+                            backend->event_get(device, &mine, &error) == MP_ERR_FORKED && mine == NULL &&
+                            backend->event_record(event, &error) == MP_ERR_FORKED &&
+                            backend->event_synchronize(event, &error) == MP_ERR_FORKED &&
+                            backend->launch_on(f.table, 1.0, NULL, &error) == MP_ERR_FORKED &&
+                            set_rows(&f) == MP_ERR_FORKED &&
                             backend->open(0, &other, &error) == MP_ERR_FORKED &&
                             backend->order_after(device, NULL, &error) == MP_ERR_FORKED &&
                             backend->event_query(event, &done, &error) == MP_ERR_FORKED &&
@@ -1533,6 +1587,7 @@ test_all(void)
     test_open_without_image_says_so();
     test_open_without_memory_is_told();
     test_open_tries_the_next_image();
+    test_open_refuses_an_old_device();
     test_open_refuses_a_device_that_the_kernel_does_not_fit();
     test_open_survives_every_fault();
     test_open_finds_devices();
