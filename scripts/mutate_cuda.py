@@ -47,7 +47,7 @@ C_FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O1", "-fPIC", "-pthread", "-w", f"-I{R
 PROGRAM = ROOT / "tests" / "c" / "test_cuda.c"
 PROGRAM_SOURCES = ("backend", "backend_cuda", "cuda_driver", "cuda_module", "cuda_nvrtc", "cuda_slot", "cuda_table")
 CASTS = ("cast", "cast_scalar", "cast_avx2", "cast_avx512", "cast_neon")
-LINKING = ("-pthread", "-Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc")
+LINKING = ("-pthread", "-Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc,--wrap=free")
 #: What the extension is tried with where the C program notices nothing: fast, and about order and errors.
 TRAINING = [
     "test_simulated_calls.py",
@@ -258,13 +258,14 @@ def told(code: int, killed: str) -> str:
     return f"{killed}: hang" if code == 124 else killed
 
 
-def judge(mutant: Mutant, trial: Callable[[Mutant], str], verdicts: Verdicts) -> None:
-    """Tries one, unless its verdict is known, and prints what became of it."""
+def judge(mutant: Mutant, trial: Callable[[Mutant], str], verdicts: Verdicts, final: bool = True) -> None:
+    """Tries one, unless its verdict is known, and prints what became of it.  ``final``: there is nothing else to try."""
     if not verdicts.recall(mutant):
         started = time.monotonic()
         trial(mutant)
         mutant.seconds = time.monotonic() - started
-        verdicts.keep(mutant)
+        if final or mutant.verdict != "survived":
+            verdicts.keep(mutant)
     print(f"{mutant.verdict:<20} {mutant.seconds:5.1f} s  {mutant.place}: {mutant.what}", flush=True)
 
 
@@ -332,7 +333,7 @@ def c_part(bench: Bench, options: argparse.Namespace, verdicts: Verdicts) -> lis
     mutants = chosen([m for stem in (*BACKEND, *CALLERS) for m in mutants_of(stem)], options)
     bench.expect_unchanged_to_pass(training)
     with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(lambda mutant: judge(mutant, lambda m: bench.try_c(m, training), verdicts), mutants))
+        list(pool.map(lambda mutant: judge(mutant, lambda m: bench.try_c(m, training), verdicts, training), mutants))
     return mutants
 
 
@@ -368,13 +369,13 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=200, help="PTX mutants to try of each text (0: all)")
     parser.add_argument("--architectures", default="", help="of the PTX, with commas; all unless given")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--no-training", action="store_true", help="the C program alone; verdicts are not kept")
+    parser.add_argument("--no-training", action="store_true", help="the C program alone")
     parser.add_argument("--no-report", action="store_true", help="leave docs/mutation.md as it is")
     parser.add_argument("--fresh", action="store_true", help="forget the verdicts of earlier runs")
     options = parser.parse_args()
     bench = Bench()
     bench.prepare(extension=options.part != "ptx" and not options.no_training)
-    verdicts = Verdicts(WORK / ("verdicts-program.json" if options.no_training else "verdicts.json"), options.fresh)
+    verdicts = Verdicts(WORK / "verdicts.json", options.fresh)
     sections, failed = [], False
     if options.part in ("c", "all"):
         mutants = c_part(bench, options, verdicts)

@@ -1,7 +1,7 @@
 /* Tests of the CUDA backend, against the simulated driver of tests/simcuda: opening and its failures, conversion bit
  * for bit, uploads, order between streams, memory that is in use, events, capture, faults, fork.
  *
- * gcc -std=c11 -D_GNU_SOURCE -O1 -g -Wall -Wextra -Werror -pthread -fsanitize=address,undefined -Icsrc -Itests/simcuda tests/c/test_cuda.c csrc/backend.c csrc/backend_cuda.c csrc/cuda_*.c csrc/cast.c csrc/cast_scalar.c csrc/cast_avx2.c csrc/cast_avx512.c csrc/cast_neon.c -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc -ldl -lm -o test_cuda
+ * gcc -std=c11 -D_GNU_SOURCE -O1 -g -Wall -Wextra -Werror -pthread -fsanitize=address,undefined -Icsrc -Itests/simcuda tests/c/test_cuda.c csrc/backend.c csrc/backend_cuda.c csrc/cuda_*.c csrc/cast.c csrc/cast_scalar.c csrc/cast_avx2.c csrc/cast_avx512.c csrc/cast_neon.c -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc,--wrap=free -ldl -lm -o test_cuda
  *
  * DDP_MP_SIMCUDA names the simulated libcuda.so.1 and DDP_MP_IMAGE the file that kernels/build_image.py makes.  Without
  * them, all that is tested is that a machine without a driver is told so.
@@ -23,8 +23,9 @@
 #include "backend_cuda.h"
 #include "cast.h"
 #include "check.h"
-#include "cuda_driver.h"
+#include "cuda_device.h"
 #include "cuda_image.h"
+#include "cuda_slot.h"
 #include "malloc_fault.h"
 #include "simcuda.h"
 
@@ -610,6 +611,15 @@ test_table_set_refuses_bad_rows(void)
     row.src_dtype = MP_DTYPE_NONE;
     CHECK_EQ(backend->table_set(f.table, &row, 1, &error), MP_ERR_ARGUMENT);
     CHECK_EQ(backend->table_set(f.table, NULL, 3, &error), MP_ERR_ARGUMENT);
+    CHECK_EQ(backend->table_set(f.table, &f.row, (size_t)INT32_MAX + 1, &error), MP_ERR_ARGUMENT);
+    CHECK_STR_EQ(error.text, "2147483648 rows are too many for one table");
+    mp_row huge[17];
+    for (size_t i = 0; i < 17; i++) {
+        huge[i] = f.row;
+        huge[i].numel = INT64_MAX / 16;
+    }
+    CHECK_EQ(backend->table_set(f.table, huge, 17, &error), MP_ERR_ARGUMENT);
+    CHECK_STR_EQ(error.text, "row 16: too many elements in all");
     OK(backend->launch(f.table, 1.0, &error)); /* still the good row */
     OK(backend->synchronize(device, &error));
     CHECK_EQ(f.low[1], 0x3f80);
@@ -1264,7 +1274,7 @@ drain_events(mp_event **taken)
 typedef struct attempt {
     fixture *f;
     mp_event *event; /* recorded, pending */
-    void *stream;
+    void *stream, *other;
 } attempt;
 
 static mp_status
@@ -1313,6 +1323,25 @@ try_launch(attempt *a)
     return backend->launch(a->f->table, 1.0, &error);
 }
 
+/* From stream to stream: what each waits for is ordered by hand, so that only the table's own order is left to it. */
+static mp_status
+try_streams_in_turn(attempt *a)
+{
+    mp_status status;
+    a->f->pad ^= 1;
+    OK(set_rows(a->f));
+    if ((status = backend->launch_on(a->f->table, 1.0, a->stream, &error)) != MP_OK ||
+        (status = backend->order_after(device, a->stream, &error)) != MP_OK ||
+        (status = backend->launch(a->f->table, 1.0, &error)) != MP_OK ||
+        (status = backend->event_record(a->event, &error)) != MP_OK ||
+        (status = backend->event_wait(a->event, a->other, &error)) != MP_OK ||
+        (status = backend->launch_on(a->f->table, 1.0, a->other, &error)) != MP_OK ||
+        (status = backend->order_after(device, a->other, &error)) != MP_OK) {
+        return status;
+    }
+    return backend->launch(a->f->table, 1.0, &error);
+}
+
 static mp_status
 try_changed_launch_on(attempt *a)
 {
@@ -1330,13 +1359,13 @@ succeeded(const char *call, mp_status status)
 
 /* What did not happen is not counted. */
 static void
-expect_counted(const mp_counters *before, mp_status status)
+expect_counted(const mp_counters *before, mp_status status, int single)
 {
     mp_counters after;
     backend->counters(device, &after);
     CHECK_EQ(after.launches - before->launches, succeeded("cuLaunchKernel", status));
     CHECK_EQ(after.uploads - before->uploads, succeeded("cuMemcpyHtoDAsync", status));
-    if (status != MP_OK) {
+    if (status != MP_OK && single) {
         CHECK_EQ(after.events, before->events);
         CHECK_EQ(after.waits, before->waits);
     }
@@ -1348,10 +1377,10 @@ test_every_entry_survives_every_fault(void)
 {
     mp_status (*const entries[])(attempt *) = {
         try_record, try_wait,   try_query,  try_event_synchronize, try_synchronize,
-        try_order,  try_launch, try_changed_launch_on,
+        try_order,  try_launch, try_changed_launch_on, try_streams_in_turn,
     };
     fixture f;
-    attempt a = {&f, NULL, new_stream()};
+    attempt a = {&f, NULL, new_stream(), new_stream()};
     static mp_event *taken[POOL];
     void *before, *after;
     sim.begin(SIM_LAZY, 1);
@@ -1373,12 +1402,12 @@ test_every_entry_survives_every_fault(void)
             backend->counters(device, &counted);
             sim.fault("*", nth, 719, 1);
             status = entries[i](&a);
-            expect_counted(&counted, status);
+            expect_counted(&counted, status, entries[i] != try_streams_in_turn);
             if (status != MP_OK) {
                 CHECK_EQ(status, MP_ERR_DEVICE);
                 CHECK(strstr(error.text, " failed: CUDA_ERROR_LAUNCH_FAILED (719): ") != NULL);
                 CHECK(strncmp(error.text, "cu", 2) == 0 && strstr(error.text, ", device 0") != NULL);
-                CHECK(entries[i] == try_changed_launch_on || sim.live("events") == events);
+                CHECK(i >= 7 || sim.live("events") == events); /* else a slot was made, which stays */
             }
             sim.begin(SIM_LAZY, nth);
             CHECK_EQ(sim.cuCtxGetCurrent(&after), 0);
@@ -1386,7 +1415,7 @@ test_every_entry_survives_every_fault(void)
             one_step(&f, a.stream, (float)nth);
             expect_clean();
         }
-        CHECK(nth >= 4); /* entering, the call, leaving; and a turn without a fault */
+        CHECK(nth >= 4 && nth < 50); /* entering, the call, leaving; and a turn without a fault */
     }
     for (size_t i = 0; i < count; i++) {
         backend->event_put(taken[i]);
@@ -1417,7 +1446,11 @@ test_event_that_was_not_made_is_not_kept(void)
         }
     }
     sim.begin(SIM_LAZY, 1);
+    const size_t pooled = count;
     OK(backend->event_get(device, &taken[count++], &error));
+    CHECK(pooled < POOL);
+    sim.fault("cuEventCreate", 1, 999, 1);
+    CHECK_EQ(backend->order_after(device, NULL, &error), MP_ERR_DEVICE);
     /* A record that failed is none: there is nothing to wait for. */
     int done = 0;
     sim.fault("cuEventRecord", 1, 999, 1);
@@ -1434,7 +1467,134 @@ test_event_that_was_not_made_is_not_kept(void)
     expect_clean();
 }
 
+/* A slot that must be made: with slabs and reserve in each state, larger than a slab too.  Nothing made is lost. */
+static void
+try_slot(size_t bytes, int slab_full, int without_reserve)
+{
+    const mp_slab slab = device->slab, reserve = device->reserve;
+    mp_status status = MP_ERR_DEVICE;
+    uint64_t nth = 1;
+    for (; status != MP_OK && nth < 30; nth++) {
+        mp_slot *slot = NULL;
+        sim.begin(SIM_LAZY, nth);
+        device->slab = slab;
+        device->reserve = reserve;
+        if (slab_full) {
+            device->slab.left = 0;
+        }
+        if (without_reserve) {
+            device->reserve = (mp_slab){NULL, 0, 0};
+        }
+        OK(mp_cuda_enter(device, &error));
+        const int events = sim.live("events"), memory = sim.live("device"), pinned = sim.live("pinned");
+        sim.fault("*", nth, 719, 1);
+        status = mp_slot_take(device, bytes, &slot, &error);
+        const int made = without_reserve && device->reserve.left > 0; /* stays, and is not lost */
+        if (status != MP_OK) {
+            CHECK_EQ(status, MP_ERR_DEVICE);
+            CHECK(strstr(error.text, " failed: CUDA_ERROR_LAUNCH_FAILED (719): ") != NULL);
+            CHECK(slot == NULL);
+            CHECK_EQ(sim.live("events"), events);
+            CHECK(sim.live("device") - memory <= made + slab_full);
+            CHECK_EQ(sim.live("device") - memory, sim.live("pinned") - pinned);
+        }
+        else {
+            CHECK(slot != NULL && slot->bytes >= bytes && slot->memory != 0 && slot->staging != NULL);
+        }
+        sim.begin(SIM_LAZY, nth);
+        OK(mp_cuda_leave(device, MP_OK, &error));
+        mp_slot_give(device, slot);
+    }
+    CHECK(nth >= 4 && nth < 30);
+    OK(mp_cuda_enter(device, &error));
+    OK(mp_slot_reserve(device, &error));
+    OK(mp_cuda_leave(device, MP_OK, &error));
+}
+
+static void
+test_slot_take_survives_every_fault(void)
+{
+    try_slot(70000, 0, 0);
+    try_slot(140000, 1, 0);
+    try_slot(280000, 1, 1);
+    try_slot(1500000, 0, 0);
+    try_slot(3000000, 0, 1);
+}
+
+/* Rows that change while nothing is pending: slots are used again, and none is made. */
+static void
+test_slots_are_used_again(void)
+{
+    fixture f;
+    void *stream = new_stream();
+    sim.begin(SIM_EAGER, 1);
+    fixture_init_padded(&f, 1);
+    changing_steps(&f, stream, 6);
+    const uint64_t made = sim.calls("cuEventCreate");
+    changing_steps(&f, stream, 60);
+    CHECK_EQ(sim.calls("cuEventCreate"), made);
+    expect_clean();
+    fixture_fini(&f);
+}
+
+/* Each call under capture fails once: it is told, and the capture can be ended. */
+static void
+test_capture_survives_every_fault(void)
+{
+    for (int moved = 0; moved < 2; moved++) {
+        mp_status status = MP_ERR_DEVICE;
+        uint64_t nth = 1;
+        for (; status != MP_OK && nth < 50; nth++) {
+            fixture f;
+            void *stream = new_stream(), *graph = NULL;
+            sim.begin(SIM_LAZY, nth);
+            fixture_init_padded(&f, 25);
+            one_step(&f, stream, 1.0f);
+            OK(backend->synchronize(device, &error));
+            CHECK_EQ(sim.cuStreamBeginCapture(stream, 2), 0);
+            if (moved) {
+                f.row.numel--;
+                OK(set_rows(&f));
+            }
+            sim.fault("*", nth, 719, 1);
+            status = backend->launch_on(f.table, 1.0, stream, &error);
+            if (status == MP_OK) {
+                status = backend->launch_on(f.table, 2.0, stream, &error); /* the copy is made once more */
+            }
+            if (status != MP_OK) {
+                CHECK_EQ(status, MP_ERR_DEVICE);
+                CHECK(strstr(error.text, " failed: CUDA_ERROR_LAUNCH_FAILED (719): ") != NULL);
+            }
+            void *context;
+            for (int i = 0; status == MP_OK && i < 50 && sim.cuCtxGetCurrent(&context) == 0; i++) {
+                /* The fault is for a later call: not for one of what follows. */
+            }
+            CHECK_EQ(sim.cuStreamEndCapture(stream, &graph), 0);
+            sim.begin(SIM_LAZY, nth);
+            f.row.numel = COUNT;
+            OK(set_rows(&f));
+            one_step(&f, stream, (float)nth);
+            expect_clean();
+            CHECK_EQ(sim.cuStreamSynchronize(stream), 0);
+            fixture_fini(&f);
+        }
+        CHECK(nth >= 6 && nth < 50);
+    }
+}
+
 /* ---- Out of host memory ---- */
+
+static atomic_long freed; /* blocks, by what is linked here */
+
+void __real_free(void *block);
+void __wrap_free(void *block);
+
+void
+__wrap_free(void *block)
+{
+    atomic_fetch_add(&freed, block != NULL);
+    __real_free(block);
+}
 
 static void
 expect_out_of_memory(mp_status status)
@@ -1483,10 +1643,18 @@ test_out_of_memory_leaves_things_as_they_were(void)
         malloc_fails_at(0);
         one_step(&f, stream, (float)nth); /* the row is still the old one */
     }
-    f.pad = 0;
     f.row.numel--;
     OK(set_rows(&f));
     CHECK_EQ(sim.cuStreamBeginCapture(stream, 0), 0);
+    /* No memory of the device either: what was made for the slot is freed. */
+    const mp_slab slab = device->slab, reserve = device->reserve;
+    device->slab.left = device->reserve.left = 0;
+    const long before = atomic_load(&freed);
+    CHECK_EQ(backend->launch_on(f.table, 1.0, stream, &error), MP_ERR_DEVICE);
+    CHECK(strstr(error.text, "run one warm-up step") != NULL);
+    CHECK_EQ(atomic_load(&freed) - before, 1);
+    device->slab = slab;
+    device->reserve = reserve;
     malloc_fails_at(1);
     expect_out_of_memory(backend->launch_on(f.table, 1.0, stream, &error));
     malloc_fails_at(0);
@@ -1619,6 +1787,9 @@ test_all(void)
     test_step_survives_every_fault();
     test_failure_after_the_copy_keeps_the_slot();
     test_every_entry_survives_every_fault();
+    test_slot_take_survives_every_fault();
+    test_slots_are_used_again();
+    test_capture_survives_every_fault();
     test_event_that_was_not_made_is_not_kept();
     test_out_of_memory_leaves_things_as_they_were();
     test_fork_is_refused();
