@@ -24,7 +24,7 @@ GRID = 3
 
 #: Divisor, and the factor and scaling that the extension makes of it.
 Scaling = tuple[float, float, int]
-SCALINGS: tuple[Scaling, ...] = ((1.0, 1.0, 0), (8.0, 0.125, 1), (3.0, 3.0, 2))
+SCALINGS: tuple[Scaling, ...] = ((1.0, 1.0, 0), (8.0, 0.125, 1), (3.0, 3.0, 2), (0.1, 0.1, 2))
 
 #: Elements, where the destination begins (elements behind 16 bytes), what is added to where src and add would be aligned;
 #: START: they are aligned where they begin, as if the destination began there too.
