@@ -68,7 +68,7 @@ check: $(BUILT) ## format, lint, types and the fast tests
 sanitize: $(BUILT) ## run the tests with AddressSanitizer and UndefinedBehaviorSanitizer in all C code
 	PYTHON=$(PY) scripts/sanitize.sh $(PYTEST_ARGS)
 
-mutate: $(BUILT) ## take waits, records and checks out of the CUDA code one at a time: do tests notice? (an hour)
+mutate: $(BUILT) ## take waits, records and checks out of the CUDA code one at a time: do tests notice? (an hour or two)
 	$(PY) scripts/mutate_cuda.py
 
 bench: $(BUILT) ## run every benchmark; results as JSON, text and plots in benchmarks/results

@@ -277,6 +277,44 @@ def test_cast_kernel_in_a_captured_graph_runs_again(device):
 
 
 @needs_cuda
+@pytest.mark.parametrize("wait", ["root", "module"])
+def test_forward_and_backward_in_one_captured_graph_run_again(device, group, wait):
+    """Casts, waits, packing, reduction and hand-over are all in the graph; masters and input are what it reads."""
+    ddp, module, masters, low = both(device, ddp_mp.Options(wait=wait, first_bucket_mb=0.01, bucket_mb=0.02))
+    x = torch.randn(32, 64, device=device)
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(3):  # loads kernels, makes streams and communicators, fills pools: not in a capture
+            ddp(x).float().square().mean().backward()
+            ddp.zero_grad(set_to_none=True)
+    torch.cuda.current_stream(device).wait_stream(side)
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    # Other threads, NCCL's watchdog for one, may ask about their own events meanwhile.
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+        ddp(x).float().square().mean().backward()
+    grads = [p.grad for p in module.parameters()]
+    for seed in range(3):
+        with torch.no_grad():
+            x.copy_(torch.randn(32, 64, generator=torch.Generator().manual_seed(seed)))
+            for p, q, r in zip(module.parameters(), masters.parameters(), low.parameters(), strict=True):
+                p.mul_(-0.5)  # an old copy would not be near
+                q.copy_(p)
+                r.copy_(p)
+                r.grad = None
+        graph.replay()
+        low(x.to(torch.bfloat16)).float().square().mean().backward()
+        torch.cuda.synchronize(device)
+        for (name, p), grad, r in zip(module.named_parameters(), grads, low.parameters(), strict=True):
+            assert p.grad is grad, name
+            assert p.dtype == torch.float32, name
+            torch.testing.assert_close(grad, r.grad.float(), rtol=0.02, atol=1e-6 + 0.02 * float(r.grad.abs().max()), msg=name)
+    ddp.zero_grad(set_to_none=True)
+    steps_are_equal(device, ddp, module, masters, low, steps=2)  # outside the graph, which filled the tables there
+
+
+@needs_cuda
 def test_build_info_on_a_gpu_says_so(device, group):
     ddp, *_ = both(device)
     ddp(torch.randn(2, 64, device=device)).sum().backward()
