@@ -199,13 +199,18 @@ def ptx_mutants(text: str, architecture: int) -> list[Mutant]:
     return made
 
 
+def kind_of(mutant: Mutant) -> str:
+    """What sort of instruction it changes: its name, or that it depends on a predicate."""
+    return re.sub(r"\d+$", "", mutant.what.split()[0]) if mutant.what.startswith("`@") else mutant.what.split()[0]
+
+
 def sample_of(mutants: Sequence[Mutant], size: int, seed: int = 1) -> list[Mutant]:
     """At most so many, by chance, each kind of instruction in proportion and at least once."""
     if not size or len(mutants) <= size:
         return list(mutants)
     kinds: dict[str, list[Mutant]] = defaultdict(list)
     for mutant in random.Random(seed).sample(mutants, len(mutants)):
-        kinds[mutant.what.split()[0]].append(mutant)
+        kinds[kind_of(mutant)].append(mutant)
     chosen = [mine.pop() for mine in kinds.values()][:size]
     rest = [mutant for mine in kinds.values() for mutant in mine]
     chosen += random.Random(seed).sample(rest, size - len(chosen))

@@ -71,7 +71,7 @@ def test_kernel_rows_equal_the_host_backend_on_every_architecture(image: bytes, 
 
 
 def test_mutation_script_finds_mutants_and_kills_some(image: bytes) -> None:
-    from cuda_mutants import BACKEND, CALLERS, architectures_of, mutants_of, ptx_mutants, sample_of
+    from cuda_mutants import BACKEND, CALLERS, architectures_of, kind_of, mutants_of, ptx_mutants, sample_of
 
     for stem in (*BACKEND, *CALLERS):
         mutants = mutants_of(stem)
@@ -85,8 +85,7 @@ def test_mutation_script_finds_mutants_and_kills_some(image: bytes) -> None:
     for text, (first, *_) in texts.items():
         mutants = ptx_mutants(text, first)
         assert len(mutants) > 500
-        kinds = {mutant.what.split()[0] for mutant in mutants}
-        assert {mutant.what.split()[0] for mutant in sample_of(mutants, 100)} == kinds
+        assert {kind_of(mutant) for mutant in sample_of(mutants, 100)} == {kind_of(mutant) for mutant in mutants}
 
 
 @pytest.mark.slow
