@@ -10,6 +10,9 @@ SHORTCUT = "The branch is a shortcut: where it is not taken the search runs, and
 UNUSED = "Words of an operand that is not there, and four of the eight words of 16-bit elements, are set and read by nobody."
 
 EQUIVALENT: dict[str, str] = {
+    "backend_cuda.c: 'status != MP_OK' never fails in cuda_event_wait": (
+        "Of an event that was never recorded the same status is returned; otherwise entering the context asks again."
+    ),
     "cuda_slot.c: 'status != MP_OK' never fails in take_used_lock_held": (
         "A slot is idle only where asking succeeded, and what is not idle returns the same status."
     ),
