@@ -40,7 +40,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(Path(__file__).parent)]
 
 from cuda_equivalent import EQUIVALENT  # noqa: E402
 from cuda_mutants import BACKEND, CALLERS, Mutant, architectures_of, mutants_of, ptx_mutants, ptx_of, sample_of  # noqa: E402
-from simcuda.build import library  # noqa: E402
+from simcuda.build import library, locked  # noqa: E402
 
 CC = os.environ.get("CC", "gcc")
 C_FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O1", "-fPIC", "-pthread", "-w", f"-I{ROOT / 'csrc'}"]
@@ -98,11 +98,16 @@ class Verdicts:
     def __init__(self, path: Path, fresh: bool = False) -> None:
         self._path, self._lock = path, threading.Lock()
         self._known: dict[str, dict[str, str | float]] = {}
-        if path.exists() and not fresh:
-            self._known = json.loads(path.read_text())
+        if fresh:
+            path.unlink(missing_ok=True)
+        self._read()
         simulator, python = ROOT / "tests" / "simcuda" / "src", [*(ROOT / "tests").glob("*.py"), PROGRAM]
         rows = [ROOT / "tests" / "kernel_rows.py", *simulator.iterdir()]
         self._tests = {"c": digest_of([*python, *simulator.iterdir()]), "ptx": digest_of(rows)}
+
+    def _read(self) -> None:
+        if self._path.exists():
+            self._known = json.loads(self._path.read_text())
 
     @staticmethod
     def _key(mutant: Mutant) -> str:
@@ -124,7 +129,8 @@ class Verdicts:
     def keep(self, mutant: Mutant) -> None:
         """Writes down what became of the mutant."""
         entry: dict[str, str | float] = {"verdict": mutant.verdict, "seconds": round(mutant.seconds, 2)}
-        with self._lock:
+        with self._lock, locked(WORK):
+            self._read()  # another run may have written meanwhile
             self._known[self._key(mutant)] = {**entry, "tests": self._tests_of(mutant), "place": mutant.place}
             fresh = self._path.with_suffix(".new")
             fresh.write_text(json.dumps(self._known, indent=1))
