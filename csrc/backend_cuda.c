@@ -205,12 +205,17 @@ set_up_lock_held(mp_device *device, cu_device handle, int capability, mp_error *
 static void
 tear_down(mp_device *device, cu_device handle)
 {
+    cu_context popped;
+    const int entered = device->api->cuCtxPushCurrent(device->context) == CU_OK; /* memory is freed in its context */
     mp_slot_unreserve(device);
     if (device->module != NULL) {
         (void)device->api->cuModuleUnload(device->module);
     }
     if (device->stream != NULL) {
         (void)device->api->cuStreamDestroy(device->stream);
+    }
+    if (entered) {
+        (void)device->api->cuCtxPopCurrent(&popped);
     }
     (void)device->api->cuDevicePrimaryCtxRelease(handle);
 }
