@@ -21,11 +21,13 @@ class Bucket(Protocol):
 
     Attributes:
         index: position in the order of reduction, the same on every rank.
+        reduce_dtype: the type that is reduced in; None: the parameters' own.
         rows: indices into the reducer's list of parameters, in packing order.
         params: the parameters, in that order.
     """
 
     index: int
+    reduce_dtype: torch.dtype | None
     rows: list[int]
     params: list[torch.nn.Parameter]
 
@@ -54,8 +56,8 @@ class Bucket(Protocol):
 class PackedBucket:
     """Dense parameters of one device and one master type, packed into one flat buffer by one launch."""
 
-    def __init__(self, index: int, entries: Sequence[Managed], rows: Sequence[int]) -> None:
-        self.index = index
+    def __init__(self, index: int, entries: Sequence[Managed], rows: Sequence[int], reduce_dtype: torch.dtype | None) -> None:
+        self.index, self.reduce_dtype = index, reduce_dtype
         self.rows = list(rows)
         self.params = [entry.param for entry in entries]
         self.device = self.params[0].device
@@ -202,24 +204,24 @@ def assign(entries: Sequence[Managed], caps: Sequence[int], reduce_dtype: torch.
     Args:
         entries: trainable parameters in registration order.
         caps: byte limits of the first, second, ... bucket; the last one holds for all that follow.
-        reduce_dtype: the type that is reduced in; None: each parameter's own.
+        reduce_dtype: the type that is reduced in; None: each parameter's own, as with ``Managed.own_reduction``.
 
     Returns:
         The rows of each bucket in packing order; buckets are ordered by when their last gradient is due.  A parameter that
         cannot be packed has a bucket of its own.
     """
-    rows_of: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    bytes_of: dict[tuple[torch.device, torch.dtype], int] = {}
+    rows_of: dict[tuple[torch.device, torch.dtype, torch.dtype], list[int]] = {}
+    bytes_of: dict[tuple[torch.device, torch.dtype, torch.dtype], int] = {}
     closed: list[list[int]] = []
     for row in reversed(range(len(entries))):
         entry = entries[row]
         if not _packable(entry):
             closed.append([row])
             continue
-        key = (entry.param.device, entry.param.dtype)
-        itemsize = (reduce_dtype or entry.param.dtype).itemsize
+        reduced_in = _reduced_in(entry, reduce_dtype) or entry.param.dtype
+        key = (entry.param.device, entry.param.dtype, reduced_in)
         rows_of.setdefault(key, []).append(row)
-        bytes_of[key] = bytes_of.get(key, 0) + entry.param.numel() * itemsize
+        bytes_of[key] = bytes_of.get(key, 0) + entry.param.numel() * reduced_in.itemsize
         if bytes_of[key] >= caps[min(len(closed), len(caps) - 1)]:
             closed.append(rows_of.pop(key))
             del bytes_of[key]
@@ -232,8 +234,13 @@ def build(entries: Sequence[Managed], caps: Sequence[int], reduce_dtype: torch.d
     buckets: list[Bucket] = []
     for index, rows in enumerate(assign(entries, caps, reduce_dtype)):
         group = [entries[row] for row in rows]
+        reduced_in = _reduced_in(group[0], reduce_dtype)
         if _packable(group[0]):
-            buckets.append(PackedBucket(index, group, rows))
+            buckets.append(PackedBucket(index, group, rows, reduced_in))
         else:
-            buckets.append(LooseGradients(index, group[0], rows[0]))
+            buckets.append(LooseGradients(index, group[0], rows[0], reduced_in))
     return buckets
+
+
+def _reduced_in(entry: Managed, reduce_dtype: torch.dtype | None) -> torch.dtype | None:
+    return None if entry.own_reduction else reduce_dtype

@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 
 from .backward import Backward
 from .low import LowPrecision, ReplacedError
-from .tensors import tensors_in
+from .tensors import cast_tensors, tensors_in
 from .waits import Waits
 from .weak import weakly
 
@@ -24,13 +24,21 @@ class Forward:
     Args:
         module: the wrapped module.
         prepare: called before each forward, and with True when a parameter was replaced; says whether to cast.
+        output_dtype: what floating-point outputs are cast to; None: they are left alone.
     """
 
     def __init__(
-        self, module: nn.Module, low: LowPrecision, backward: Backward, waits: Waits, prepare: Callable[[bool], bool]
+        self,
+        module: nn.Module,
+        low: LowPrecision,
+        backward: Backward,
+        waits: Waits,
+        prepare: Callable[[bool], bool],
+        output_dtype: torch.dtype | None,
     ) -> None:
         self.low, self.backward, self.waits = low, backward, waits
         self._prepare = prepare
+        self._output_dtype = output_dtype
         self._calls: list[_Call] = []
         self.forwards = 0
         enter, leave = weakly(self._enter, None), weakly(self._leave, None)
@@ -38,8 +46,8 @@ class Forward:
         def before(root: nn.Module, args: Any) -> None:
             enter(_module_call(sys._getframe(1)))
 
-        def after(root: nn.Module, args: Any, output: Any) -> None:
-            leave(output)
+        def after(root: nn.Module, args: Any, output: Any) -> Any:
+            return leave(output)
 
         self._handles = [
             module.register_forward_pre_hook(_untraced(before), prepend=True),
@@ -85,12 +93,16 @@ class Forward:
         self.waits.at_root()
         return True
 
-    def _leave(self, output: Any) -> None:
+    def _leave(self, output: Any) -> Any:
+        """Returns what the caller gets in the output's place; None: the output."""
         call = self._calls.pop() if self._calls else None
         try:
             self._end_call(call, output)
         finally:
             self.backward.forwarding = bool(self._calls)
+        if self._output_dtype is None or self._calls:
+            return None  # a module that called itself casts what leaves the outermost call
+        return cast_tensors(output, self._output_dtype)
 
     def _end_call(self, call: _Call | None, output: Any) -> None:
         self.waits.forward_ended()
@@ -105,16 +117,13 @@ class Forward:
         self.backward.add([t for t in tensors_in(output) if t.requires_grad and t.grad_fn is not None])
 
 
-def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
+def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
     """``hook``, which torch.compile does not look into.  Its own decorator takes some 10 us in a training step, compiled or
     not; here only where something is being compiled."""
     decorated = torch._disable_dynamo(hook)
 
-    def call(*args: Any) -> None:
-        if is_compiling():
-            decorated(*args)
-        else:
-            hook(*args)
+    def call(*args: Any) -> Any:
+        return decorated(*args) if is_compiling() else hook(*args)
 
     return call
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ class Guards:
         module: the wrapped module; every submodule that holds a managed parameter is guarded too.
         expose: puts masters in place.
         written: the masters are about to be written.
+        hooked: other modules that carry hooks of ours.
         hook_ids: keys of our hooks in the modules' hook dictionaries, which a copy must not carry along.
     """
 
@@ -34,14 +35,17 @@ class Guards:
         rows: list[Managed],
         expose: Callable[[], None],
         written: Callable[[], None],
+        hooked: Iterable[nn.Module],
         hook_ids: Callable[[], set[int]],
     ) -> None:
         homes = {id(home) for row in rows for home, _ in row.sites}
-        self.modules = [m for m in module.modules() if m is module or id(m._parameters) in homes]
+        ids = {id(m) for m in hooked}
+        self.modules = [m for m in module.modules() if m is module or id(m._parameters) in homes or id(m) in ids]
         self._handles: list[Any] = []
         for guarded in self.modules:
-            self._handles.append(guarded.register_state_dict_pre_hook(_Before(expose)))
-            self._handles.append(guarded.register_load_state_dict_pre_hook(_Before(written)))
+            if guarded is module or id(guarded._parameters) in homes:
+                self._handles.append(guarded.register_state_dict_pre_hook(_Before(expose)))
+                self._handles.append(guarded.register_load_state_dict_pre_hook(_Before(written)))
             guarded.__dict__["__getstate__"] = _State(guarded, expose, self._ids(hook_ids))
 
     def _ids(self, hook_ids: Callable[[], set[int]]) -> Callable[[], set[int]]:

@@ -17,8 +17,8 @@ from .parameters import Managed
 class LooseGradients:
     """One parameter, reduced by itself."""
 
-    def __init__(self, index: int, entry: Managed, row: int) -> None:
-        self.index = index
+    def __init__(self, index: int, entry: Managed, row: int, reduce_dtype: torch.dtype | None) -> None:
+        self.index, self.reduce_dtype = index, reduce_dtype
         self.rows = [row]
         self.params = [entry.param]
         self.name = entry.name

@@ -26,6 +26,13 @@ class ReplacedError(Exception):
     """A module holds another parameter object than the plan knows: the plan must be built again."""
 
 
+class Region:
+    """Whether the module computes in low precision now: for hooks that torch.compile looks into, a plain attribute."""
+
+    def __init__(self) -> None:
+        self.low = False
+
+
 class _Arenas:
     """One set of copies of one device: an arena a bucket, and a view of it a row.
 
@@ -208,6 +215,7 @@ class LowPrecision:
         left = [r for r in cast if id(r) not in taken]
         self.fallback = _Fallback(left, dtype) if left and dtype is not None else None
         self._switched = [g.engine for g in self.groups] + ([self.fallback] if self.fallback is not None else [])
+        self.region = Region()
         self.copies: Copies | None = None
         self.epoch = 0  # grows at every switch from masters to copies: a graph's gradient accumulators belong to one epoch
         self.stale = False  # the masters may have changed behind the copies
@@ -319,6 +327,7 @@ class LowPrecision:
 
     def switch_back(self) -> None:
         """``.data`` of every parameter becomes its master.  Goes on past errors and raises the first."""
+        self.region.low = False
         first: BaseException | None = None
         for part in self._switched:
             try:
@@ -383,6 +392,7 @@ class LowPrecision:
     def _lower_fallback(self) -> None:
         if self.fallback is not None:
             self.fallback.lower()
+        self.region.low = True
         self.epoch += 1
 
     def counters(self) -> dict[str, int]:

@@ -13,10 +13,11 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from . import native
 from .backward import Backward
+from .borders import Borders
 from .comm import Communicator
 from .forward import Forward
 from .guards import Guards, optimizer_guard
-from .low import LowPrecision
+from .low import LowPrecision, Region
 from .options import Options
 from .parameters import Managed, managed_parameters
 from .reducer import Reducer
@@ -41,14 +42,19 @@ class PatchedModel:
         self.overrides = native.Overrides(ddp)
         self.dirty = False  # something was registered inside the module, or a state dict was loaded
         self.rebuilds = 0
-        self.rows = managed_parameters(self._module, ddp.parameters_to_ignore)
-        self.low = LowPrecision(self.rows, precision.param_dtype, options)
+        self.region = Region()
+        self.borders = self._new_borders()
+        self.rows = self._find_rows(ddp, self.borders)
+        self.low = self._new_low()
         self.backward = Backward(self.low, ddp.static_graph)
         self.reducer = self._new_reducer(ddp)
         self.backward.reducer = self.reducer
         self.backward.keeper = weakref.ref(self)
         self.low.on_moved = self.reducer.hook_again
-        self.forward = Forward(self._module, self.low, self.backward, self._new_waits(), weakly(self._prepare, False))
+        self.forward = Forward(
+            self._module, self.low, self.backward, self._new_waits(), weakly(self._prepare, False), options.output_dtype
+        )
+        self.borders.attach()
         self.guards = self._new_guards()
         optimizer_guard.add(self)
 
@@ -122,6 +128,7 @@ class PatchedModel:
         self.low.release()
         self.backward.abandon()
         self.forward.detach()
+        self.borders.detach()
         self.guards.detach()
         self.reducer.detach()
         optimizer_guard.remove(self)
@@ -131,16 +138,35 @@ class PatchedModel:
         if hasattr(self, "guards") and not sys.is_finalizing():
             self.detach()
 
+    def _new_borders(self) -> Borders:
+        return Borders(self._module, self.options, self.precision.param_dtype, self.region)
+
+    def _find_rows(self, ddp: DistributedDataParallel, borders: Borders) -> list[Managed]:
+        rows = borders.mark(managed_parameters(self._module, ddp.parameters_to_ignore))
+        for row in rows:
+            row.own_reduction = row.full and self.precision.reduce_dtype is None
+        return rows
+
+    def _new_low(self) -> LowPrecision:
+        low = LowPrecision([row for row in self.rows if not row.full], self.precision.param_dtype, self.options)
+        low.region = self.region
+        return low
+
     def _new_waits(self) -> Waits:
         return Waits(self._module, self.low, by_module=self.options.wait == "module")
 
     def _new_guards(self) -> Guards:
         return Guards(
-            self._module, self.rows, weakly(self.expose, None), weakly(self.written, None), weakly(self._hook_ids, set())
+            self._module,
+            self.rows,
+            weakly(self.expose, None),
+            weakly(self.written, None),
+            [*self.borders.modules, *self.forward.waits.modules],
+            weakly(self._hook_ids, set()),
         )
 
     def _hook_ids(self) -> set[int]:
-        return self.forward.hook_ids
+        return self.forward.hook_ids | self.borders.hook_ids
 
     def _any_unused(self) -> bool:
         ddp = self._ddp()
@@ -173,10 +199,11 @@ class PatchedModel:
         ddp = self._ddp()
         if ddp is None or self._has_stand_ins():
             return False
-        rows = managed_parameters(self._module, ddp.parameters_to_ignore)
-        if replaced or thawed or [id(r.param) for r in rows] != [id(r.param) for r in self.rows]:
+        borders = self._new_borders()
+        rows = self._find_rows(ddp, borders)
+        if replaced or thawed or _identity(rows, borders) != _identity(self.rows, self.borders):
             self._check_same_model(rows)
-            self._rebuild(ddp, rows)
+            self._rebuild(ddp, rows, borders)
         self.reducer.hook_again()
         self.dirty = False
         return True
@@ -200,12 +227,14 @@ class PatchedModel:
                     "DistributedDataParallel cannot take another shape: wrap the module again"
                 )
 
-    def _rebuild(self, ddp: Any, rows: list[Managed]) -> None:
+    def _rebuild(self, ddp: Any, rows: list[Managed], borders: Borders) -> None:
         self.low.switch_back()
         self.guards.detach()
         self.reducer.detach()
-        self.rows = rows
-        self.low = LowPrecision(rows, self.precision.param_dtype, self.options)
+        self.borders.detach()
+        self.rows, self.borders = rows, borders
+        self.borders.attach()
+        self.low = self._new_low()
         self.reducer = self._new_reducer(ddp)
         self.backward.replace(self.low, self.reducer)
         self.low.on_moved = self.reducer.hook_again
@@ -214,6 +243,11 @@ class PatchedModel:
         self.guards = self._new_guards()
         self.stand_in(ddp, ddp.logger)
         self.rebuilds += 1
+
+
+def _identity(rows: list[Managed], borders: Borders) -> list[tuple[int, bool]]:
+    """What a plan was built for."""
+    return [(id(row.param), row.full) for row in rows] + [(id(member.module), True) for member in borders.outermost]
 
 
 def model_of(ddp: Any) -> PatchedModel | None:

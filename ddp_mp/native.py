@@ -25,6 +25,10 @@ def refuse_unsupported(ddp: DistributedDataParallel) -> None:
         _refuse("torch._dynamo.config.optimize_ddp='python_reducer'", "set optimize_ddp to True or 'ddp_optimizer'")
     if getattr(ddp, "_delay_all_reduce_params", None):
         _refuse("delay_all_reduce_named_params", "build DistributedDataParallel without it")
+    scripted = [name for name, inner in ddp.module.named_modules() if isinstance(inner, torch.jit.ScriptModule)]
+    if scripted:
+        where = f"module {scripted[0]!r}" if scripted[0] else "the wrapped module"
+        _refuse(f"{where}, which torch.jit.script made,", "give it to DistributedDataParallel unscripted (torch.compile works)")
     if any(hasattr(p, "_in_backward_optimizers") for p in ddp.module.parameters()):
         _refuse(
             "an optimizer that runs inside backward (_apply_optimizer_in_backward)",

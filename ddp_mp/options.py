@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
 #: Element types that parameters, gradients and buffers can be cast to.
@@ -44,13 +45,7 @@ def validate_precision(precision: _MixedPrecision) -> _MixedPrecision:
             f"mixed_precision: expected ddp_mp.MixedPrecision or PyTorch's _MixedPrecision, found {type(precision).__name__}"
         )
     for field in ("param_dtype", "reduce_dtype", "buffer_dtype"):
-        value = getattr(precision, field)
-        if value is None:
-            continue
-        if not isinstance(value, torch.dtype):
-            raise TypeError(f"{field}: expected a torch.dtype or None, found {value!r}")
-        if value not in FLOATING:
-            raise ValueError(f"{field}: expected float64, float32, bfloat16, float16 or None, found {value}")
+        _check_dtype(field, getattr(precision, field))
     return precision
 
 
@@ -77,6 +72,17 @@ class Options:
         reuse_unchanged: a promise that masters change in no other way than optimizer steps, loading, and writes that
             PyTorch can see or :func:`ddp_mp.masters_changed` announces.  Copies then stay in memory between forwards, and
             gradient accumulation and evaluation cast only once.
+        full_precision_modules: modules that compute in full precision, with everything inside them: module types, or patterns
+            of ``fnmatch`` for names as ``named_modules()`` gives them for the wrapped module (``"lm_head"``, ``"*.norm*"``).
+            Their parameters are not cast, ``buffer_dtype`` does not touch their buffers, and with ``reduce_dtype=None`` their
+            gradients are reduced in their own type.  At the border of the outermost of them floating-point inputs are cast
+            to the module's own type (the widest of its parameters, float32 without any), outputs to ``param_dtype``; wider
+            tensors and all others pass as they are.  An entry that matches nothing is an error, as is a weight that is
+            shared with a module outside.  A functional use of such a weight outside its module meets two types.
+        full_precision_outputs: those of ``full_precision_modules``, as types or patterns, whose outputs are not cast: a head
+            whose logits, or a router whose scores, are to stay in full precision.
+        output_dtype: floating-point tensors in what the wrapped module returns are cast to this type, inside tuples, lists,
+            mappings, sets and dataclasses too; ``None``: outputs are left alone (as in FSDP2's policy).
     """
 
     hooks: Literal["all", "root"] = "all"
@@ -85,6 +91,9 @@ class Options:
     bucket_mb: float = 25.0
     prefetch: bool = False
     reuse_unchanged: bool = False
+    full_precision_modules: tuple[type[nn.Module] | str, ...] = ()
+    full_precision_outputs: tuple[type[nn.Module] | str, ...] = ()
+    output_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         _check_choice("hooks", self.hooks, ("all", "root"))
@@ -93,6 +102,11 @@ class Options:
         _check_flag("reuse_unchanged", self.reuse_unchanged)
         _check_size("first_bucket_mb", self.first_bucket_mb)
         _check_size("bucket_mb", self.bucket_mb)
+        for field in ("full_precision_modules", "full_precision_outputs"):
+            object.__setattr__(self, field, _modules(field, getattr(self, field)))
+        if self.full_precision_outputs and not self.full_precision_modules:
+            raise ValueError("Options.full_precision_outputs: names some of full_precision_modules, which is empty")
+        _check_dtype("Options.output_dtype", self.output_dtype)
 
     @property
     def first_bucket_bytes(self) -> int:
@@ -120,3 +134,22 @@ def _check_size(field: str, value: object) -> None:
         raise TypeError(f"Options.{field}: expected a number of MiB, found {value!r}")
     if not 0 < value < 2**40:
         raise ValueError(f"Options.{field}: expected a positive finite number of MiB, found {value!r}")
+
+
+def _check_dtype(field: str, value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"{field}: expected a torch.dtype or None, found {value!r}")
+    if value not in FLOATING:
+        raise ValueError(f"{field}: expected float64, float32, bfloat16, float16 or None, found {value}")
+
+
+def _modules(field: str, value: object) -> tuple[type[nn.Module] | str, ...]:
+    if not isinstance(value, (tuple, list, set, frozenset)):
+        raise TypeError(f"Options.{field}: expected a tuple of module types and name patterns, found {value!r}")
+    entries = tuple(value)
+    for entry in entries:
+        if not (isinstance(entry, str) or (isinstance(entry, type) and issubclass(entry, nn.Module))):
+            raise TypeError(f"Options.{field}: expected a module type or a name pattern, found {entry!r}")
+    return entries

@@ -23,6 +23,8 @@ class Managed:
     param: nn.Parameter
     sites: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     sparse: bool = False  # its gradient is a sparse tensor (nn.Embedding(sparse=True))
+    full: bool = False  # belongs to a module that stays in full precision: not cast
+    own_reduction: bool = False  # its gradient is reduced in its own type, whatever that of others is
 
     @property
     def floating(self) -> bool:
@@ -72,10 +74,13 @@ def floating_buffers(module: nn.Module, ignored: set[str]) -> list[tuple[str, to
     ]
 
 
-def cast_buffers(module: nn.Module, ignored: set[str], dtype: torch.dtype | None) -> None:
-    """Casts the floating-point buffers in place (``.data``), so that every reference to them follows."""
+def cast_buffers(module: nn.Module, ignored: set[str], dtype: torch.dtype | None, kept: set[int]) -> None:
+    """Casts the floating-point buffers in place (``.data``), so that every reference to them follows.
+
+    ``kept``: ``id`` of buffers that stay as they are.
+    """
     if dtype is None:
         return
     for _, buffer in floating_buffers(module, ignored):
-        if buffer.dtype is not dtype:
+        if buffer.dtype is not dtype and id(buffer) not in kept:
             buffer.data = buffer.to(dtype)

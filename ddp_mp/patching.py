@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from torch.nn.modules import module as nn_module
 from torch.nn.parallel import DistributedDataParallel
@@ -22,7 +24,7 @@ from .root import RootModel, root_of
 DDP = TypeVar("DDP", bound=DistributedDataParallel)
 
 
-def patch(ddp: DDP, *, mixed_precision: _MixedPrecision | None = None, options: Options | None = None) -> DDP:
+def patch(ddp: DDP, *more: NoReturn, mixed_precision: _MixedPrecision | None = None, options: Options | None = None) -> DDP:
     """Gives ``ddp`` mixed precision that is right, in place.
 
     Args:
@@ -37,8 +39,9 @@ def patch(ddp: DDP, *, mixed_precision: _MixedPrecision | None = None, options: 
     state and parameter objects stay as they are.  Not thread-safe on one model.
 
     Raises:
-        TypeError: ``ddp`` is not a ``DistributedDataParallel`` model.
-        ValueError: the model has no mixed precision and none was given; or it is patched with other arguments.
+        TypeError: ``ddp`` is not a ``DistributedDataParallel`` model, or an argument is of another type.
+        ValueError: the model has no mixed precision and none was given; nothing is asked for; options do not fit the model; or
+            it is patched with other arguments.
         RuntimeError: the model uses something that does not work with ddp_mp; the message says what, and what to do.
 
     Example::
@@ -48,6 +51,10 @@ def patch(ddp: DDP, *, mixed_precision: _MixedPrecision | None = None, options: 
     """
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(f"ddp_mp.patch: expected a DistributedDataParallel model, found {type(ddp).__name__}")
+    if more:
+        raise TypeError(
+            "ddp_mp.patch: only the model is given by position; write ddp_mp.patch(ddp, mixed_precision=..., options=...)"
+        )
     if options is not None and not isinstance(options, Options):
         raise TypeError(f"ddp_mp.patch: options: expected ddp_mp.Options, found {type(options).__name__}")
     present = _patched(ddp)
@@ -60,9 +67,9 @@ def patch(ddp: DDP, *, mixed_precision: _MixedPrecision | None = None, options: 
             "ddp_mp.patch: this model has no mixed precision. Either build it with DistributedDataParallel(..., "
             "mixed_precision=ddp_mp.MixedPrecision(...)), or call ddp_mp.patch(ddp, mixed_precision=ddp_mp.MixedPrecision(...))"
         )
-    validate_precision(precision)
-    native.refuse_unsupported(ddp)
     chosen = options or Options()
+    _require_something(validate_precision(precision), chosen)
+    native.refuse_unsupported(ddp)
     if chosen.hooks == "root":
         RootModel.install(ddp, precision, chosen)
     else:
@@ -70,24 +77,34 @@ def patch(ddp: DDP, *, mixed_precision: _MixedPrecision | None = None, options: 
     return ddp
 
 
+def _require_something(precision: _MixedPrecision, options: Options) -> None:
+    if options.output_dtype is None and all(dtype is None for dtype in _fields(precision)):
+        raise ValueError(
+            "ddp_mp.patch: nothing is to be done: param_dtype, reduce_dtype and buffer_dtype of the mixed precision are all "
+            "None; give at least one of them, for example ddp_mp.MixedPrecision(param_dtype=torch.bfloat16), or leave the "
+            "model unpatched"
+        )
+
+
 def _patch_all(ddp: DistributedDataParallel, precision: _MixedPrecision, options: Options) -> None:
     _take_over(ddp)
-    built_with = ddp.__dict__.get("_ddp_mp_built_with", ddp.mixed_precision)
+    before = ddp.mixed_precision
+    built_with = ddp.__dict__.get("_ddp_mp_built_with", before)
     hook = native.user_hook(ddp)
     logger = native.strip(ddp)
     try:
         ddp.mixed_precision = precision
         model = PatchedModel(ddp, precision, options)
     except BaseException:
-        ddp.mixed_precision = None
-        native.equip(ddp)
+        _equip_again(ddp, before, hook)
         raise
     model.comm.hook = hook
     model.built_with = built_with
     ddp.__dict__["_ddp_mp"] = model
     model.stand_in(ddp, logger)
     _override(ddp, model)
-    cast_buffers(ddp.module, ddp.parameters_to_ignore, precision.buffer_dtype)
+    cast_buffers(ddp.module, ddp.parameters_to_ignore, precision.buffer_dtype, model.borders.buffer_ids())
+    model.borders.widen_buffers(None if before is None else before.buffer_dtype)
     registrations.watch(ddp.module, model)
 
 
@@ -140,6 +157,11 @@ def _register_fused_optim(*args: Any, **kwargs: Any) -> None:
 
 def _getstate(model: PatchedModel) -> Any:
     """What ``copy.deepcopy`` and ``pickle`` take of a patched wrapper: a full-precision one, without us."""
+    if sys._getframe(1).f_code is copy.copy.__code__:
+        raise TypeError(
+            "copy.copy: a shallow copy of a wrapper that ddp_mp has patched would share its module, and train it in "
+            "low-precision copies without reducing them right; use copy.deepcopy, or ddp_mp.unpatch(ddp) first"
+        )
     ddp: Any = model.wrapper()
     model.expose()
     state = type(ddp).__getstate__(ddp)
@@ -173,16 +195,19 @@ def unpatch(ddp: DDP) -> DDP:
     registrations.forget(model)
     model.overrides.remove()
     del ddp.__dict__["_ddp_mp"]
-    hook = model.comm.hook
-    ddp.mixed_precision = model.built_with
+    _equip_again(ddp, model.built_with, model.comm.hook)
+    return ddp
+
+
+def _equip_again(ddp: Any, precision: _MixedPrecision | None, hook: tuple[Any, Any] | None) -> None:
+    """PyTorch's own reducer again, with the user's communication hook or else PyTorch's mixed precision."""
+    ddp.mixed_precision = precision if hook is None else None
     ddp._comm_hooks = []
     native.equip(ddp)
-    if model.built_with is not None and hook is None:
-        native.equip_mixed_precision(ddp)
-    elif hook is not None:
-        ddp.mixed_precision = None
+    if hook is not None:
         ddp.register_comm_hook(hook[1], hook[0])
-    return ddp
+    elif precision is not None:
+        native.equip_mixed_precision(ddp)
 
 
 def is_patched(ddp: Any) -> bool:

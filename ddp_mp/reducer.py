@@ -46,7 +46,6 @@ class Reducer:
     ) -> None:
         self.entries = list(entries)
         self.comm = communicator
-        self.reduce_dtype = reduce_dtype
         self.buckets = build(self.entries, caps, reduce_dtype)
         self.any_unused = False  # parameters without a gradient are legal: find_unused_parameters or static_graph
         self.static_graph = False  # which ones they are is the same in every round
@@ -249,7 +248,7 @@ class Reducer:
     def zero_buckets(self) -> list[GradBucket]:
         """What a rank without input contributes, in the order of reduction."""
         last = len(self.buckets) - 1
-        return [GradBucket(b, b.zeros(self.reduce_dtype), b.index == last) for b in self.buckets]
+        return [GradBucket(b, b.zeros(b.reduce_dtype), b.index == last) for b in self.buckets]
 
     def no_flags(self) -> torch.Tensor:
         """The used flags of a rank without input."""
@@ -280,8 +279,8 @@ class Reducer:
     def _launch(self) -> None:
         bucket = self.buckets[self._next]
         last = self._next == len(self.buckets) - 1
-        before, after = self.comm.division(self.reduce_dtype or bucket.params[0].dtype)
-        buffer = bucket.contribution(self.reduce_dtype, before)
+        before, after = self.comm.division(bucket.reduce_dtype or bucket.params[0].dtype)
+        buffer = bucket.contribution(bucket.reduce_dtype, before)
         self._pending.append((self.comm.reduce(bucket, buffer, last), after))
         self._source_of(bucket).set_launched(getattr(bucket, "local", 0))
         self._next += 1

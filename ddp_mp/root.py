@@ -34,7 +34,7 @@ class RootModel:
         self.rebuilds = 0
         self._hooked: list[tuple[nn.Module, int, Any]] = []
         self._plan(ddp)
-        self.guards = Guards(ddp.module, self.rows, weakly(self.expose, None), weakly(self.expose, None), set)
+        self.guards = Guards(ddp.module, self.rows, weakly(self.expose, None), weakly(self.expose, None), (), set)
         optimizer_guard.add(self)
 
     # --- put in place ------------------------------------------------------------------------------------------------
@@ -46,6 +46,10 @@ class RootModel:
             raise ValueError("Options.hooks='root': PyTorch's own hooks need both param_dtype and reduce_dtype")
         if options.prefetch or options.reuse_unchanged or options.wait != "root":
             raise ValueError("Options: prefetch, reuse_unchanged and wait='module' need hooks='all'")
+        if options.full_precision_modules or options.output_dtype is not None:
+            raise ValueError(
+                "Options: full_precision_modules and output_dtype need hooks='all': PyTorch's own hooks cast every parameter"
+            )
         if ddp.mixed_precision is None:
             native.restore_masters(ddp)
             ddp.mixed_precision = precision

@@ -1,12 +1,15 @@
-"""Finds the tensors inside whatever a module returns."""
+"""Finds, and casts, the tensors inside whatever a module is given or returns."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
+
+from .options import FLOATING
 
 # Objects nested deeper than this are not searched: enough for every output class met, and an end for cyclic ones.
 _MAX_DEPTH = 8
@@ -43,3 +46,85 @@ def _children(value: Any) -> Iterable[Any]:
     if dataclasses.is_dataclass(value):
         return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
     return getattr(value, "__dict__", {}).values()
+
+
+def cast_tensors(value: Any, dtype: torch.dtype, widest: int = 8) -> Any:
+    """``value`` with its floating-point tensors of up to ``widest`` bytes an element cast to ``dtype``, inside autograd.
+
+    Tuples, lists, sets, mappings and dataclasses are copied where something in them changed, of the same type; everything
+    else, and a value in which nothing changed, is handed back as it is.  A tensor that occurs twice is cast once.
+    """
+    if isinstance(value, torch.Tensor):  # no list for the most frequent case
+        return _cast(value, dtype, widest, None)
+    return _cast_inside(value, dtype, widest, _MAX_DEPTH, [])
+
+
+def _cast(
+    tensor: torch.Tensor, dtype: torch.dtype, widest: int, done: list[tuple[torch.Tensor, torch.Tensor]] | None
+) -> torch.Tensor:
+    if tensor.dtype is dtype or tensor.dtype not in FLOATING or tensor.dtype.itemsize > widest:
+        return tensor
+    if done is None:
+        return tensor.to(dtype)
+    for known, cast in done:  # attention asks whether query and key are one object
+        if known is tensor:
+            return cast
+    cast = tensor.to(dtype)
+    done.append((tensor, cast))
+    return cast
+
+
+def _cast_inside(value: Any, dtype: torch.dtype, widest: int, depth: int, done: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _cast(value, dtype, widest, done)
+    if depth == 0 or not _is_container(value):
+        return value
+    keys = _keys(value)
+    old = list(value) if keys is None else [_get(value, key) for key in keys]
+    new = [_cast_inside(item, dtype, widest, depth - 1, done) for item in old]
+    for a, b in zip(old, new, strict=True):
+        if a is not b:
+            return _like(value, keys, new)
+    return value
+
+
+def _is_container(value: Any) -> bool:
+    if isinstance(value, (tuple, list, set, frozenset, Mapping)):
+        return True
+    return dataclasses.is_dataclass(value) and not isinstance(value, (type, torch.nn.Module))
+
+
+def _keys(value: Any) -> list[Any] | None:
+    """Keys of a mapping, names of a dataclass's fields; None for a sequence or a set."""
+    if isinstance(value, Mapping):
+        return list(value.keys())
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return None
+    return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+
+
+def _get(value: Any, key: Any) -> Any:
+    return value[key] if isinstance(value, Mapping) else getattr(value, key)
+
+
+def _like(value: Any, keys: list[Any] | None, items: list[Any]) -> Any:
+    """A container as ``value`` with other items."""
+    if keys is None:
+        if hasattr(value, "_make"):  # a named tuple
+            return value._make(items)
+        if isinstance(value, list) and type(value) is not list:
+            made = copy.copy(value)
+            made[:] = items
+            return made
+        return type(value)(items)
+    if isinstance(value, dict) and type(value) is dict:
+        return dict(zip(keys, items, strict=True))
+    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+        return type(value)(dict(zip(keys, items, strict=True)))  # type: ignore[call-arg]
+    made = copy.copy(value)
+    for key, item in zip(keys, items, strict=True):
+        if isinstance(made, MutableMapping):
+            made[key] = item
+        else:
+            object.__setattr__(made, key, item)  # of a frozen dataclass too
+    return made

@@ -42,6 +42,11 @@ class Waits:
         self._handles = []
 
     @property
+    def modules(self) -> list[nn.Module]:
+        """Modules that may carry hooks of ours, beside those that hold a parameter."""
+        return [] if self._called is None else list(self._module.modules())
+
+    @property
     def hook_ids(self) -> set[int]:
         """Keys of our hooks in the modules' hook dictionaries."""
         return {handle.id for handle in self._handles}

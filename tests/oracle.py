@@ -49,14 +49,19 @@ def step_of(loss: Callable[[Any, Any], torch.Tensor]) -> Step:
     return lambda call, inputs: loss(call, inputs).backward()
 
 
-def cast_inputs(value: Any, dtype: torch.dtype | None) -> Any:
-    """Floating-point tensors of nested inputs in another type, as DistributedDataParallel hands them on."""
+def cast_inputs(value: Any, dtype: torch.dtype | None, known: dict[int, torch.Tensor] | None = None) -> Any:
+    """Floating-point tensors of nested inputs in another type, as DistributedDataParallel hands them on.
+
+    With ``known`` a tensor that occurs twice is cast once.
+    """
     if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
+        if not value.is_floating_point():
+            return value
+        return value.to(dtype) if known is None else known.setdefault(id(value), value.to(dtype))
     if isinstance(value, dict):
-        return {key: cast_inputs(item, dtype) for key, item in value.items()}
+        return {key: cast_inputs(item, dtype, known) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(cast_inputs(item, dtype) for item in value)
+        return type(value)(cast_inputs(item, dtype, known) for item in value)
     return value
 
 
@@ -82,14 +87,14 @@ def require_same(what: str, got: torch.Tensor | None, want: torch.Tensor | None,
 class Call:
     """What stands in for the wrapper where the oracle computes: a callable with the wrapped module."""
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype | None) -> None:
-        self.module, self._dtype = module, dtype
+    def __init__(self, module: nn.Module, dtype: torch.dtype | None, output_dtype: torch.dtype | None = None) -> None:
+        self.module, self._dtype, self._output_dtype = module, dtype, output_dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        dtype = self._dtype
-        if dtype is None:
-            return self.module(*args, **kwargs)
-        return self.module(*cast_inputs(args, dtype), **cast_inputs(kwargs, dtype))
+        if self._dtype is not None:
+            args, kwargs = cast_inputs(args, self._dtype), cast_inputs(kwargs, self._dtype)
+        output = self.module(*args, **kwargs)
+        return output if self._output_dtype is None else cast_inputs(output, self._output_dtype)
 
 
 class Oracle:
@@ -100,12 +105,29 @@ class Oracle:
         ranks: how many ranks there are.
         precision: param_dtype and reduce_dtype as in DistributedDataParallel.
         broadcast_buffers: whether every forward begins with rank 0's buffers.
+        full: names of modules that compute in float32, with casts around them.
+        silent: those of ``full`` without a cast of their outputs.
+        output_dtype: what outputs are cast to.
     """
 
-    def __init__(self, module: nn.Module, ranks: int, precision: ddp_mp.MixedPrecision, broadcast_buffers: bool = True) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        ranks: int,
+        precision: ddp_mp.MixedPrecision,
+        broadcast_buffers: bool = True,
+        full: Sequence[str] = (),
+        silent: Sequence[str] = (),
+        output_dtype: torch.dtype | None = None,
+    ) -> None:
         self.module = copy.deepcopy(module)
         self.ranks, self.dtype = ranks, precision.param_dtype
         self.reduce_dtype = precision.reduce_dtype or precision.param_dtype
+        self.output_dtype = output_dtype
+        self._full: set[int] = set()  # parameters that are not cast
+        self._reduce_dtype_of: dict[str, torch.dtype] = {}
+        for name in full:
+            self._keep(name, cast_outputs=name not in silent, reduce_dtype=precision.reduce_dtype)
         self.broadcast_buffers = broadcast_buffers
         names = [name for name, _ in self.module.named_parameters()]
         self.grads: list[dict[str, torch.Tensor | None]] = [dict.fromkeys(names) for _ in range(ranks)]
@@ -113,10 +135,25 @@ class Oracle:
         self._bases: list[dict[str, torch.Tensor | None]] = [dict.fromkeys(names) for _ in range(ranks)]
         self._local = [dict.fromkeys(names, False) for _ in range(ranks)]  # whether a rank has what others may not have
         if precision.buffer_dtype is not None:
-            for buffer in self.module.buffers():
-                if buffer.is_floating_point():
+            for name, buffer in self.module.named_buffers():
+                if buffer.is_floating_point() and not any(name.startswith(f"{part}.") for part in full):
                     buffer.data = buffer.to(precision.buffer_dtype)
         self.buffers = [{n: b.clone() for n, b in self.module.named_buffers()} for _ in range(ranks)]
+
+    def _keep(self, name: str, cast_outputs: bool, reduce_dtype: torch.dtype | None) -> None:
+        """One part computes in float32, whatever it is given; what it returns is cast."""
+        part = self.module.get_submodule(name)
+        forward = part.forward
+
+        def in_float32(*args: Any, **kwargs: Any) -> Any:
+            known: dict[int, torch.Tensor] = {}
+            output = forward(*cast_inputs(args, F32, known), **cast_inputs(kwargs, F32, known))
+            return cast_inputs(output, self.dtype) if cast_outputs and self.dtype is not None else output
+
+        part.forward = in_float32  # type: ignore[method-assign]
+        self._full |= {id(param) for param in part.parameters()}
+        for inner, param in part.named_parameters(name):
+            self._reduce_dtype_of[inner] = reduce_dtype or param.dtype
 
     def backward(self, step: Step, inputs: Sequence[Any], sync: bool = True) -> None:
         """Every rank does ``step`` with its input; ``sync`` says whether its gradients are averaged afterwards."""
@@ -148,6 +185,7 @@ class Oracle:
         for param in self.module.parameters():
             with torch.enable_grad():
                 cast = self.dtype is not None and param.is_floating_point() and param.dtype is not self.dtype
+                cast = cast and id(param) not in self._full
                 low[id(param)] = param.to(self.dtype) if cast else param
         sites = [(m, key, p) for m in self.module.modules() for key, p in m._parameters.items() if p is not None]
         named = dict(self.module.named_buffers())
@@ -157,7 +195,7 @@ class Oracle:
             for module, key, param in sites:
                 module._parameters[key] = low[id(param)]  # type: ignore[assignment]
             self._refer_again()
-            yield Call(self.module, self.dtype)
+            yield Call(self.module, self.dtype, self.output_dtype)
         finally:
             for module, key, param in sites:
                 module._parameters[key] = param
@@ -177,7 +215,8 @@ class Oracle:
         total: torch.Tensor | None = None
         for part in parts:
             if part is not None:
-                part = (part / self.ranks).to(part.dtype if part.is_complex() else self.reduce_dtype or part.dtype)
+                reduce_dtype = self._reduce_dtype_of.get(name, self.reduce_dtype) or part.dtype
+                part = (part / self.ranks).to(part.dtype if part.is_complex() else reduce_dtype)
                 total = part if total is None else total + part
         assert total is not None
         master = self.module.get_parameter(name).dtype
@@ -231,6 +270,8 @@ class Trial:
             mixed precision and gives it that with ``patch``.
         options: fields of ``ddp_mp.Options``.
         exact: False where low-precision gradients may be summed in another order than the oracle's.
+        full: names of the outermost modules that ``options`` keeps in full precision.
+        silent: those of them whose outputs are not cast.
         wrapping: arguments of ``DistributedDataParallel``.
     """
 
@@ -242,14 +283,17 @@ class Trial:
         how: str = "patch",
         options: dict[str, Any] | None = None,
         exact: bool = True,
+        full: Sequence[str] = (),
+        silent: Sequence[str] = (),
         **wrapping: Any,
     ) -> None:
         self.rank, self.module = rank, module
         self.precision = precision or ddp_mp.MixedPrecision(BF16, F32)
         reduced = self.precision.reduce_dtype or self.precision.param_dtype or F32
         self.tolerance = 0.0 if exact and rank.size <= 2 else 4 * max(torch.finfo(reduced).eps, torch.finfo(F32).eps)
-        self.oracle = Oracle(module, rank.size, self.precision, SYNC_BUFFERS not in wrapping)
-        self.ddp = self._wrap(how, ddp_mp.Options(**(options or {})), wrapping)
+        chosen = ddp_mp.Options(**(options or {}))
+        self.oracle = Oracle(module, rank.size, self.precision, SYNC_BUFFERS not in wrapping, full, silent, chosen.output_dtype)
+        self.ddp = self._wrap(how, chosen, wrapping)
 
     def _wrap(self, how: str, options: ddp_mp.Options, wrapping: dict[str, Any]) -> DistributedDataParallel:
         if how == "install":

@@ -778,6 +778,59 @@ def test_install_validates_before_the_wrapper_is_built(rank: Rank) -> None:
 # --- what is validated ---------------------------------------------------------------------------------------------------
 
 
+@on_ranks(2)
+def test_patch_with_nothing_to_do_is_an_error_that_says_so(rank: Rank) -> None:
+    for precision in (ddp_mp.MixedPrecision(), _MixedPrecision()):
+        ddp = DistributedDataParallel(scalar())
+        with pytest.raises(ValueError, match=r"param_dtype, reduce_dtype and buffer_dtype .* are all None"):
+            ddp_mp.patch(ddp, mixed_precision=precision)
+        assert not ddp_mp.is_patched(ddp)
+    with ddp_mp.install(), pytest.raises(ValueError, match="are all None"):
+        DistributedDataParallel(scalar(), mixed_precision=_MixedPrecision())
+    for field in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+        precision = ddp_mp.MixedPrecision(**{field: BF16})
+        assert ddp_mp.is_patched(ddp_mp.patch(DistributedDataParallel(scalar()), mixed_precision=precision))
+
+
+@on_ranks(2)
+def test_patch_by_position_says_how_to_write_it(rank: Rank) -> None:
+    with pytest.raises(TypeError, match=r"write ddp_mp.patch\(ddp, mixed_precision="):
+        ddp_mp.patch(DistributedDataParallel(scalar()), MIXED)
+
+
+@on_ranks(2)
+def test_patch_of_a_scripted_part_is_refused_and_leaves_the_model(rank: Rank) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # scripting is deprecated, and still used
+        model = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Linear(8, 8)))
+    ddp = DistributedDataParallel(model)
+    with pytest.raises(RuntimeError, match=r"module '1', which torch\.jit\.script made"):
+        ddp_mp.patch(ddp, mixed_precision=MIXED)
+    ddp(torch.randn(2, 8)).sum().backward()
+
+
+@on_ranks(2)
+def test_copy_shallow_of_a_patched_wrapper_is_an_error_that_says_what_to_do(rank: Rank) -> None:
+    trial = Trial(rank, mlp())
+    with pytest.raises(TypeError, match=r"use copy\.deepcopy, or ddp_mp\.unpatch"):
+        copy.copy(trial.ddp)
+    trial.train(vectors())
+    assert copy.deepcopy(trial.ddp) is not trial.ddp
+    shallow = copy.copy(trial.module)
+    assert "__getstate__" not in shallow.__dict__
+    assert not shallow._forward_pre_hooks
+
+
+@on_ranks(2)
+def test_copies_of_containers_before_the_first_forward_are_ordinary_when_modules_wait(rank: Rank) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 8))
+    trial = Trial(rank, model, options={"wait": "module", "first_bucket_mb": 1e-5, "bucket_mb": 1e-5})
+    for part in (model[0], model[0][1], model):
+        require_ordinary(copy.deepcopy(part))
+        require_ordinary(pickle.loads(pickle.dumps(part)))
+    trial.train(vectors())
+
+
 def test_mixed_precision_validates_its_fields() -> None:
     assert isinstance(ddp_mp.MixedPrecision(), _MixedPrecision)
     chosen = ddp_mp.MixedPrecision(BF16, F32, FP16)
