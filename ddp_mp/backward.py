@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
+from .log import logger
 from .low import LowPrecision
 from .passes import Pass
+from .ranges import span
 from .reducer import Reducer
 from .weak import weakly
 
@@ -158,8 +160,10 @@ class Backward:
             if touched:
                 for reached in running.passes:
                     reached.finish()
-            self.low.leave(live=self.live())
-            self._reduce(running, touched)
+            with span("ddp_mp::restore"):
+                self.low.leave(live=self.live())
+            with span("ddp_mp::finish"):
+                self._reduce(running, touched)
             if touched and running.passes:
                 self._warn_when_uncast()
             while self.futures:
@@ -193,6 +197,7 @@ class Backward:
 
     def _fail(self) -> None:
         """Masters in place, gradients as they were before the backward."""
+        logger.debug("a backward failed: masters are put in place, gradients become what they were before it")
         self._running = None
         self._switching = True
         try:

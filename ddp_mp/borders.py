@@ -90,6 +90,10 @@ class Borders:
         """Keys of our hooks in the modules' hook dictionaries."""
         return {handle.id for handle in self._handles}
 
+    def module_ids(self) -> list[int]:
+        """``id`` of every module with a border."""
+        return [id(member.module) for member in self.outermost]
+
     def buffer_ids(self) -> set[int]:
         """``id`` of every buffer inside the borders."""
         return {id(b) for member in self._inside.values() for b in member.module._buffers.values() if b is not None}

@@ -13,6 +13,7 @@ from torch.compiler import is_compiling
 
 from .backward import Backward
 from .low import LowPrecision, ReplacedError
+from .ranges import span
 from .tensors import cast_tensors, tensors_in
 from .waits import Waits
 from .weak import weakly
@@ -112,7 +113,8 @@ class Forward:
             return
         failed = call is not None and sys.exc_info()[1] is not call.handled
         if failed or not torch.is_grad_enabled():
-            self.low.leave(live=self.backward.live())
+            with span("ddp_mp::restore"):
+                self.low.leave(live=self.backward.live())
             return
         self.backward.add([t for t in tensors_in(output) if t.requires_grad and t.grad_fn is not None])
 

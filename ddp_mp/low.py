@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from . import _C
+from .log import logger
 from .options import Options
 from .parameters import Managed, dense
+from .ranges import span
 
 DTYPE_NAME = {
     torch.float64: "float64",
@@ -290,9 +292,10 @@ class LowPrecision:
             for group in self.groups:
                 if group.engine.check() != _C.UNCHANGED:
                     return  # the next forward takes up what moved, or complains
-            for group in self.groups:
-                group.engine.cast()
-                group.engine.remember()
+            with span("ddp_mp::cast"):
+                for group in self.groups:
+                    group.engine.cast()
+                    group.engine.remember()
         finally:
             self._prefetching = False
         self._current, self.stale = True, False
@@ -345,6 +348,7 @@ class LowPrecision:
         for arenas in self.copies.arenas:
             left |= not arenas.release()
         if left:
+            logger.debug("the copies are left to those who refer to them; the next forward allocates new ones")
             self.copies = None
 
     def drop_unused(self) -> None:
@@ -354,14 +358,16 @@ class LowPrecision:
 
     def wait(self) -> None:
         """The current stream waits for all casts."""
-        for group in self.groups:
-            group.engine.wait()
+        with span("ddp_mp::wait"):
+            for group in self.groups:
+                group.engine.wait()
 
     def _begin(self, copies: Copies | None) -> None:
         self._make_ready(copies)
         moved = False
-        for group in self.groups:
-            moved |= group.begin()
+        with span("ddp_mp::cast"):
+            for group in self.groups:
+                moved |= group.begin()
         if moved:
             self.on_moved()
         self._lower_fallback()

@@ -17,6 +17,7 @@ from .borders import Borders
 from .comm import Communicator
 from .forward import Forward
 from .guards import Guards, optimizer_guard
+from .log import log_plan, logger
 from .low import LowPrecision, Region
 from .options import Options
 from .parameters import Managed, managed_parameters
@@ -50,7 +51,7 @@ class PatchedModel:
         self.reducer = self._new_reducer(ddp)
         self.backward.reducer = self.reducer
         self.backward.keeper = weakref.ref(self)
-        self.low.on_moved = self.reducer.hook_again
+        self.low.on_moved = weakly(self._moved, None)
         self.forward = Forward(
             self._module, self.low, self.backward, self._new_waits(), weakly(self._prepare, False), options.output_dtype
         )
@@ -201,12 +202,21 @@ class PatchedModel:
             return False
         borders = self._new_borders()
         rows = self._find_rows(ddp, borders)
-        if replaced or thawed or _identity(rows, borders) != _identity(self.rows, self.borders):
+        replaced = replaced or [(id(r.param), r.full) for r in rows] != [(id(r.param), r.full) for r in self.rows]
+        if replaced or thawed or borders.module_ids() != self.borders.module_ids():
             self._check_same_model(rows)
             self._rebuild(ddp, rows, borders)
+            what = "parameters" if replaced else "full-precision modules"
+            why = "parameters require grad now" if thawed else f"{what} were replaced"
+            log_plan(self, f"plan built anew, as {why}, for")
         self.reducer.hook_again()
         self.dirty = False
         return True
+
+    def _moved(self) -> None:
+        """Masters were found at another address."""
+        logger.debug("masters were found at another address and taken up")
+        self.reducer.hook_again()
 
     def _has_stand_ins(self) -> bool:
         present = (home.get(key) for row in self.rows for home, key in row.sites)
@@ -237,17 +247,12 @@ class PatchedModel:
         self.low = self._new_low()
         self.reducer = self._new_reducer(ddp)
         self.backward.replace(self.low, self.reducer)
-        self.low.on_moved = self.reducer.hook_again
+        self.low.on_moved = weakly(self._moved, None)
         self.forward.waits.detach()
         self.forward.low, self.forward.waits = self.low, self._new_waits()
         self.guards = self._new_guards()
         self.stand_in(ddp, ddp.logger)
         self.rebuilds += 1
-
-
-def _identity(rows: list[Managed], borders: Borders) -> list[tuple[int, bool]]:
-    """What a plan was built for."""
-    return [(id(row.param), row.full) for row in rows] + [(id(member.module), True) for member in borders.outermost]
 
 
 def model_of(ddp: Any) -> PatchedModel | None:

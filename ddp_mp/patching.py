@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from . import native
+from .log import log_plan, logger
 from .model import PatchedModel, model_of
 from .options import Options, validate_precision
 from .parameters import cast_buffers
@@ -72,6 +73,7 @@ def patch(ddp: DDP, *more: NoReturn, mixed_precision: _MixedPrecision | None = N
     native.refuse_unsupported(ddp)
     if chosen.hooks == "root":
         RootModel.install(ddp, precision, chosen)
+        logger.info("patched the root hook of %s: %s, %s", type(ddp.module).__name__, precision, chosen)
     else:
         _patch_all(ddp, precision, chosen)
     return ddp
@@ -106,6 +108,7 @@ def _patch_all(ddp: DistributedDataParallel, precision: _MixedPrecision, options
     cast_buffers(ddp.module, ddp.parameters_to_ignore, precision.buffer_dtype, model.borders.buffer_ids())
     model.borders.widen_buffers(None if before is None else before.buffer_dtype)
     registrations.watch(ddp.module, model)
+    log_plan(model, "patched")
 
 
 def _take_over(ddp: DistributedDataParallel) -> None:
@@ -118,6 +121,7 @@ def _take_over(ddp: DistributedDataParallel) -> None:
             owner.detach()
             registrations.forget(owner)
         elif other is not ddp:
+            logger.info("%s is patched through another wrapper: the earlier one is unpatched", type(ddp.module).__name__)
             owner.built_with = None  # PyTorch's own hooks on the module would cast a second time
             unpatch(other)
 
@@ -141,6 +145,7 @@ def _register_comm_hook(model: PatchedModel, state: object, hook: Any) -> None:
     ddp.logger._set_comm_hook_name(getattr(hook, "__qualname__", type(hook).__name__))
     ddp._comm_hooks.append((hook, state))
     model.comm.hook = (hook, state)
+    logger.info("buckets are reduced by the communication hook %s", getattr(hook, "__qualname__", hook))
 
 
 def _register_builtin_comm_hook(model: PatchedModel, kind: Any) -> None:
@@ -185,6 +190,7 @@ def unpatch(ddp: DDP) -> DDP:
     root = root_of(ddp)
     if root is not None:
         root.uninstall(ddp)
+        logger.info("unpatched %s", type(ddp.module).__name__)
         return ddp
     model = model_of(ddp)
     if model is None:
@@ -196,6 +202,7 @@ def unpatch(ddp: DDP) -> DDP:
     model.overrides.remove()
     del ddp.__dict__["_ddp_mp"]
     _equip_again(ddp, model.built_with, model.comm.hook)
+    logger.info("unpatched %s; it has %s again", type(ddp.module).__name__, ddp.mixed_precision or "no mixed precision")
     return ddp
 
 

@@ -19,6 +19,7 @@ from .buckets import Bucket, PackedBucket, build
 from .comm import Communicator, GradBucket
 from .loose import LooseGradients
 from .parameters import Managed
+from .ranges import span
 
 Source = _C.Gradients | LooseGradients
 
@@ -280,8 +281,9 @@ class Reducer:
         bucket = self.buckets[self._next]
         last = self._next == len(self.buckets) - 1
         before, after = self.comm.division(bucket.reduce_dtype or bucket.params[0].dtype)
-        buffer = bucket.contribution(bucket.reduce_dtype, before)
-        self._pending.append((self.comm.reduce(bucket, buffer, last), after))
+        with span("ddp_mp::reduce"):
+            buffer = bucket.contribution(bucket.reduce_dtype, before)
+            self._pending.append((self.comm.reduce(bucket, buffer, last), after))
         self._source_of(bucket).set_launched(getattr(bucket, "local", 0))
         self._next += 1
         self.reductions += 1

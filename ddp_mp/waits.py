@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from .low import LowPrecision
+from .ranges import profiling, span
 from .weak import weakly
 
 
@@ -27,6 +28,8 @@ class Waits:
         self._module, self._low = module, low
         self._handles: list[Any] = []
         self._called: set[int] | None = None
+        self._covered: list[tuple[Any, int, Callable[..., None]]] = []  # (a module's hooks, our key there, our hook)
+        self._in_ranges = False
         # at the root: each engine's wait(), and the bucket up to which it waits; -1: all
         self._waits: list[tuple[Callable[[int], None], int]] = [(group.engine.wait, -1) for group in low.groups]
         if by_module and any(len(group.engine.buckets) > 1 for group in low.groups):
@@ -39,7 +42,7 @@ class Waits:
         """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self._covered = [], []
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -53,8 +56,18 @@ class Waits:
 
     def at_root(self) -> None:
         """The root's forward starts: the copies have just been cast."""
-        for wait, bucket in self._waits:
-            wait(bucket)
+        if self._covered and profiling() is not self._in_ranges:
+            self._put_into_ranges(profiling())
+        with span("ddp_mp::wait"):
+            for wait, bucket in self._waits:
+                wait(bucket)
+
+    def _put_into_ranges(self, on: bool) -> None:
+        """The modules' hooks, with ranges around them while a profiler runs; plain ones cost nothing."""
+        self._in_ranges = on
+        for hooks, key, hook in self._covered:
+            if key in hooks:
+                hooks[key] = _in_range(hook) if on else hook
 
     def forward_ended(self) -> None:
         """The root's forward returned.  After the first one the modules that were called are known."""
@@ -83,4 +96,15 @@ class Waits:
         for inner in self._module.modules():  # never the root: its bucket is waited for there already
             bucket = bucket_of_home.get(id(inner._parameters), 0)
             if bucket > root:
-                self._handles.append(inner.register_forward_pre_hook(group.engine.wait_hook(bucket), prepend=True))
+                hook = group.engine.wait_hook(bucket)
+                handle = inner.register_forward_pre_hook(hook, prepend=True)
+                self._handles.append(handle)
+                self._covered.append((inner._forward_pre_hooks, handle.id, hook))
+
+
+def _in_range(hook: Callable[..., None]) -> Callable[..., None]:
+    def wait(*args: Any) -> None:
+        with span("ddp_mp::wait"):
+            hook(*args)
+
+    return wait

@@ -7,6 +7,7 @@ import json
 import pathlib
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -118,6 +119,41 @@ def test_stats_print_as_one_line_a_counter(rank: Rank) -> None:
     assert shown["bytes_read"] == f"{counters.bytes_read:,}"
     with pytest.raises(dataclasses.FrozenInstanceError):
         counters.casts = 0  # type: ignore[misc]
+
+
+def ranges(trace: torch.profiler.profile) -> list[str]:
+    """Our ranges in a trace, in the order in which they began."""
+    ours = [event for event in trace.events() if event.name.startswith("ddp_mp::")]
+    return [event.name.removeprefix("ddp_mp::") for event in sorted(ours, key=lambda event: event.time_range.start)]
+
+
+@on_ranks(2)
+def test_trace_of_a_step_names_casts_waits_and_reductions(rank: Rank) -> None:
+    trial = Trial(rank, mlp(), bucket_cap_mb=1e-4)
+    buckets = 2
+    for profiled in (True, False, True):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) if profiled else nullcontext() as trace:
+            square_step(trial.ddp, torch.randn(4, 8))
+        if profiled:
+            assert ranges(trace) == ["cast", "wait", "wait", *["reduce"] * buckets, "restore", "finish"], ranges(trace)
+        trial.zero_grad()
+    with torch.profiler.profile() as trace, torch.no_grad():
+        trial.ddp(torch.randn(4, 8))
+    assert ranges(trace) == ["cast", "wait", "restore"]
+    trial.train(vectors())
+
+
+@on_ranks(2)
+def test_trace_shows_the_waits_of_modules_while_a_profiler_runs(rank: Rank) -> None:
+    trial = Trial(rank, mlp(8, 3), options={"wait": "module", "first_bucket_mb": 1e-5, "bucket_mb": 1e-5})
+    square_step(trial.ddp, torch.randn(4, 8))
+    plain = [dict(m._forward_pre_hooks) for m in trial.module.modules()]
+    with torch.profiler.profile() as trace:
+        square_step(trial.ddp, torch.randn(4, 8))
+    assert ranges(trace)[:4] == ["cast", *["wait"] * 3]
+    assert [dict(m._forward_pre_hooks) for m in trial.module.modules()] != plain
+    square_step(trial.ddp, torch.randn(4, 8))
+    assert [dict(m._forward_pre_hooks) for m in trial.module.modules()] == plain, "no range, no cost"
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

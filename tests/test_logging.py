@@ -1,0 +1,124 @@
+"""What the package says by the ``logging`` module, and when it says nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+from modules import mlp, vectors
+from oracle import BF16, F32, Trial, mean_square
+from ranks import Rank, on_ranks
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import ddp_mp
+
+MIXED = ddp_mp.MixedPrecision(BF16, F32)
+
+
+@contextlib.contextmanager
+def logged(level: int = logging.INFO) -> Iterator[list[str]]:
+    """The messages inside, as ``LEVEL text``."""
+    messages: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(f"{record.levelname} {record.getMessage()}")
+
+    logger, handler, before = logging.getLogger("ddp_mp"), Handler(), logging.root.manager.disable
+    logging.disable(logging.NOTSET)
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+        logging.disable(before)
+
+
+@on_ranks(2)
+def test_log_of_a_patch_sums_up_the_plan(rank: Rank) -> None:
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)))
+    with logged() as messages:
+        ddp_mp.patch(ddp, mixed_precision=MIXED, options=ddp_mp.Options(full_precision_modules=(nn.LayerNorm,)))
+        (line,) = messages
+        for part in (
+            "INFO patched Sequential: 2 of 4 parameters cast to torch.bfloat16",
+            "1 on cpu by the host backend (",
+            "gradients reduced in torch.float32 in 1 buckets over 2 ranks",
+            "1 modules in full precision",
+            "LayerNorm",
+        ):
+            assert part in line, line
+        ddp_mp.unpatch(ddp)
+    assert messages[1:] == ["INFO unpatched Sequential; it has no mixed precision again"]
+
+
+@on_ranks(2)
+def test_log_names_what_is_left_to_pytorch(rank: Rank) -> None:
+    model = nn.Sequential(nn.Embedding(5, 8, sparse=True), nn.Linear(8, 8))
+    model[1].weight.data = torch.randn(16, 16)[::2, ::2]
+    with logged() as messages:
+        ddp_mp.patch(DistributedDataParallel(model), mixed_precision=MIXED)
+    assert [m for m in messages if "cast by PyTorch" in m and "1.weight" in m]
+    assert [m for m in messages if "reduced one by one" in m and "0.weight" in m]
+
+
+@on_ranks(2)
+def test_log_of_a_rebuilt_plan_says_why(rank: Rank) -> None:
+    trial = Trial(rank, mlp())
+    frozen = Trial(rank, mlp().requires_grad_(False).append(nn.Linear(8, 8)))
+    with logged() as messages:
+        trial.module[0].weight = nn.Parameter(torch.randn(8, 8))
+        trial.ddp(torch.randn(4, 8))
+        frozen.module[0].requires_grad_(True)
+        frozen.ddp(torch.randn(4, 8))
+    first, second = (m for m in messages if m.startswith("INFO plan built anew"))
+    assert "as parameters were replaced, for Sequential" in first
+    assert "as parameters require grad now, for Sequential" in second
+
+
+@on_ranks(2)
+def test_log_of_rare_events_is_at_debug(rank: Rank) -> None:
+    trial = Trial(rank, mlp())
+    trial.train(vectors(), steps=1)
+    with logged(logging.DEBUG) as messages:
+        trial.module[0].weight.data = torch.randn(8, 8)
+        output = trial.ddp(torch.randn(4, 8))
+        output.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            output.sum().backward()
+        trial.ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    assert any(m.startswith("DEBUG masters were found at another address") for m in messages)
+    assert any(m.startswith("DEBUG a backward failed") for m in messages)
+    assert any(m.startswith("INFO buckets are reduced by the communication hook allreduce_hook") for m in messages)
+    trial.zero_grad()
+
+
+@on_ranks(2)
+def test_log_says_nothing_in_a_step_that_goes_as_the_one_before(rank: Rank) -> None:
+    trial = Trial(rank, mlp())
+    with logged(logging.DEBUG) as messages:
+        trial.train(vectors(), steps=3, accumulate=2)
+        with torch.no_grad():
+            trial.ddp(torch.randn(4, 8))
+    assert messages == []
+
+
+@on_ranks(2)
+def test_log_of_a_wrapper_that_takes_the_module_over(rank: Rank) -> None:
+    trial = Trial(rank, mlp())
+    with logged() as messages:
+        ddp_mp.patch(DistributedDataParallel(trial.module), mixed_precision=MIXED)
+    assert any("through another wrapper" in m for m in messages)
+    assert mean_square(trial.ddp, torch.randn(4, 8)).dtype is F32
+
+
+def test_log_is_silent_without_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    logging.getLogger("ddp_mp").warning("nobody listens")
+    assert capsys.readouterr() == ("", "")
