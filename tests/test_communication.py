@@ -16,6 +16,7 @@ from ranks import Rank, on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
+from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_mp
@@ -73,6 +74,60 @@ def test_hook_power_sgd_registered_at_any_time_equals_oracle(rank: Rank, when: s
     ddp_mp.patch(trial.ddp, mixed_precision=trial.precision)
     trial.tolerance = 2e-2  # full rank: what is left is the error of orthogonalisation
     trial.train(vectors(width=32), steps=4)
+
+
+class LowForward(nn.Module):
+    """What mixed precision computes, in a module that plain DistributedDataParallel trains."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional_call(self.inner, {n: p.to(BF16) for n, p in self.inner.named_parameters()}, (x.to(BF16),))
+
+
+def compressing(rank: int) -> powerSGD_hook.PowerSGDState:
+    """A state whose compression loses much, so that its error feedback and its warm start show."""
+    return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=3, min_compression_rate=1)
+
+
+#: Hooks that keep something between steps, or change the type; and what makes their state.
+COMPRESSION: dict[str, tuple[Callable[..., Any], Callable[[], Any]]] = {
+    "power_sgd": (powerSGD_hook.powerSGD_hook, lambda: compressing(1)),
+    "power_sgd_rank_4": (powerSGD_hook.powerSGD_hook, lambda: compressing(4)),
+    "power_sgd_in_fp16": (default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook), lambda: compressing(2)),
+    "fp16_compress": (default_hooks.fp16_compress_hook, lambda: None),
+    # under another name: DistributedDataParallel refuses it by name where there is no CUDA
+    "bf16_compress": (identity_of(default_hooks.bf16_compress_hook, []), lambda: None),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", COMPRESSION)
+def test_hook_that_compresses_gives_over_many_steps_what_it_gives_in_plain_ddp(rank: Rank, name: str, when: str) -> None:
+    hook, state = COMPRESSION[name]
+    ours, theirs = mlp(16, 2), LowForward(mlp(16, 2))
+    theirs.inner.load_state_dict(ours.state_dict())
+    plain, patched = DistributedDataParallel(theirs), DistributedDataParallel(ours)
+    plain.register_comm_hook(state(), hook)
+    if when == "before":
+        patched.register_comm_hook(state(), hook)
+    ddp_mp.patch(patched, mixed_precision=ddp_mp.MixedPrecision(BF16, F32))
+    if when == "after":
+        patched.register_comm_hook(state(), hook)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (ours, theirs)]
+    for step in range(8):
+        x = rank.inputs(vectors(width=16), step)[rank.index]
+        for ddp, optimizer in zip((patched, plain), optimizers, strict=True):
+            square_step(ddp, x)
+            optimizer.step()
+        for (param, got), want in zip(ours.named_parameters(), theirs.inner.parameters(), strict=True):
+            require_same(f"step {step}: gradient of {param}", got.grad, want.grad)
+            require_same(f"step {step}: {param}", got, want)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
 
 
 @on_ranks(2)
