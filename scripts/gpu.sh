@@ -67,6 +67,7 @@ step() {
 
 step build 180 "$python" setup.py build_ext --inplace || stop "the build failed"
 step info 60 "$python" -m ddp_mp info
+step check 120 "$python" -m ddp_mp check
 step tests 200 "${pytest[@]}" -m gpu -rs tests
 
 if sanitizer=$(command -v compute-sanitizer); then
