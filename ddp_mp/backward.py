@@ -178,7 +178,8 @@ class Backward:
             self._warned = True
             warnings.warn(
                 f"ddp_mp: a training step of a patched model ended without any cast to {self.low.dtype}: every parameter is "
-                "ignored by DistributedDataParallel, has that type already, or was used without the module being called",
+                "ignored by DistributedDataParallel, has that type already, stays in full precision by "
+                "Options.full_precision_modules, or was used without the module being called",
                 stacklevel=2,
             )
 

@@ -77,8 +77,9 @@ class Options:
             Their parameters are not cast, ``buffer_dtype`` does not touch their buffers, and with ``reduce_dtype=None`` their
             gradients are reduced in their own type.  At the border of the outermost of them floating-point inputs are cast
             to the module's own type (the widest of its parameters, float32 without any), outputs to ``param_dtype``; wider
-            tensors and all others pass as they are.  An entry that matches nothing is an error, as is a weight that is
-            shared with a module outside.  A functional use of such a weight outside its module meets two types.
+            tensors and all others pass as they are.  Inputs of the whole model come in ``param_dtype`` first, as ever.  An
+            entry that matches nothing is an error, as is a weight that is shared with a module outside.  A functional use of
+            such a weight outside its module meets two types.
         full_precision_outputs: those of ``full_precision_modules``, as types or patterns, whose outputs are not cast: a head
             whose logits, or a router whose scores, are to stay in full precision.
         output_dtype: floating-point tensors in what the wrapped module returns are cast to this type, inside tuples, lists,
@@ -146,7 +147,7 @@ def _check_dtype(field: str, value: object) -> None:
 
 
 def _modules(field: str, value: object) -> tuple[type[nn.Module] | str, ...]:
-    if not isinstance(value, (tuple, list, set, frozenset)):
+    if not isinstance(value, (tuple, list)):
         raise TypeError(f"Options.{field}: expected a tuple of module types and name patterns, found {value!r}")
     entries = tuple(value)
     for entry in entries:

@@ -353,8 +353,10 @@ class _Registrations:
         return {model for inner in module.modules() for model in self._watched.get(inner, ())}
 
     def _registered(self, module: Any, name: str, value: Any) -> None:
-        for model in self._watched.get(module, ()):
+        for model in list(self._watched.get(module, ())):
             model.dirty = True
+            for inner in value.modules() if isinstance(value, nn_module.Module) else ():
+                self._watched.setdefault(inner, weakref.WeakSet()).add(model)
 
 
 registrations = _Registrations()

@@ -206,6 +206,15 @@ def test_full_module_without_parameters_computes_in_float32(rank: Rank) -> None:
 
 
 @on_ranks(2)
+def test_full_layer_with_a_spectral_parametrization_equals_oracle(rank: Rank) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 8))
+    trial = Trial(rank, model, options=keep("1"), full=["1"])
+    trial.train(vectors(), steps=3)
+    for name, tensor in model.named_buffers():
+        require_same(f"buffer {name}", tensor, trial.oracle.buffers[rank.index][name])
+
+
+@on_ranks(2)
 def test_full_outputs_that_are_named_stay_in_full_precision(rank: Rank) -> None:
     options = keep(nn.LayerNorm, "head", full_precision_outputs=["head"])
     trial = Trial(rank, Model(), options=options, full=["block.norm1", "head"], silent=["head"])
@@ -288,11 +297,14 @@ def test_full_module_in_a_checkpoint_equals_oracle(rank: Rank, reentrant: bool, 
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("order", ["wrapper", "module", "layer"])
+@pytest.mark.parametrize("order", ["wrapper", "module", "layer", "wrapped layer"])
 def test_full_modules_with_a_compiler_equal_oracle(rank: Rank, order: str) -> None:
     model = Normalised()
     trial = Trial(rank, copy.deepcopy(model), options=keep(nn.LayerNorm), full=["1"])
     options = ddp_mp.Options(**keep("1"))
+    parameters = list(model.named_parameters())
+    if order == "wrapped layer":
+        model[1] = torch.compile(model[1], backend="eager")
     if order == "module":
         wrapped = DistributedDataParallel(torch.compile(model, backend="eager"), mixed_precision=trial.precision)
         call: Any = ddp_mp.patch(wrapped, options=options)
@@ -308,7 +320,7 @@ def test_full_modules_with_a_compiler_equal_oracle(rank: Rank, order: str) -> No
             loss = mean_square(call, xs[rank.index])
         loss.backward()
         trial.oracle.backward(square_step, xs)
-        for (name, got), want in zip(model.named_parameters(), trial.oracle.grads[rank.index].values(), strict=True):
+        for (name, got), want in zip(parameters, trial.oracle.grads[rank.index].values(), strict=True):
             require_same(f"gradient of {name}", got.grad, want)
         model.zero_grad()
         trial.oracle.zero_grad()
@@ -373,7 +385,6 @@ def test_full_modules_leave_nothing_behind(rank: Rank) -> None:
 @on_ranks(2)
 def test_full_module_that_is_replaced_gets_its_border(rank: Rank) -> None:
     trial = Trial(rank, Normalised(), options=keep("1"))
-    trial.train = None  # type: ignore[method-assign, assignment]
     square_step(trial.ddp, torch.randn(4, 8))
     old = trial.module[1]
     trial.module[1] = nn.Softmax(-1)
@@ -382,6 +393,29 @@ def test_full_module_that_is_replaced_gets_its_border(rank: Rank) -> None:
     assert seen == [([F32], None, F32)]
     assert not old._forward_pre_hooks
     assert not old._forward_hooks
+
+
+@on_ranks(2)
+def test_full_weight_that_is_replaced_is_reduced_in_a_module_that_came_later_too(rank: Rank) -> None:
+    trial = Trial(rank, Normalised(), options=keep("1"), full=["1"])
+    trial.train(vectors(), steps=1)
+    for model in (trial.module, trial.oracle.module):
+        with torch.no_grad():
+            weight = torch.linspace(0.5, 2.0, 8)
+        model[1].weight = nn.Parameter(weight)
+    trial.module[1] = copy.deepcopy(trial.module[1])
+    trial.ddp(torch.randn(4, 8))
+    trial.module[1].weight = nn.Parameter(trial.module[1].weight.detach().clone())
+    trial.oracle._full |= {id(p) for p in trial.oracle.module[1].parameters()}
+    trial.train(vectors(), steps=3, seed=5)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("option", ["prefetch", "reuse_unchanged"])
+def test_full_modules_with_copies_that_are_kept_equal_oracle(rank: Rank, option: str) -> None:
+    trial = Trial(rank, Normalised(), options=keep(nn.LayerNorm, **{option: True}), full=["1"])
+    trial.train(vectors(), steps=4, accumulate=2)
+    assert ddp_mp.stats(trial.ddp).skipped > 0
 
 
 @on_ranks(2)
