@@ -34,7 +34,7 @@ def test_training_every_reduce_dtype_equals_oracle(rank: Rank, param: torch.dtyp
 @on_ranks(2)
 @pytest.mark.parametrize("reduce", [None, F32, BF16], ids=str)
 def test_training_without_param_dtype_computes_in_full_precision(rank: Rank, reduce: torch.dtype | None) -> None:
-    trial = Trial(rank, mlp(), ddp_mp.MixedPrecision(None, reduce)).train(vectors())
+    trial = Trial(rank, mlp(), ddp_mp.MixedPrecision(None, reduce, F32)).train(vectors())
     assert trial.ddp(torch.randn(4, 8)).dtype is F32
     assert ddp_mp.stats(trial.ddp).launches == 0
 
