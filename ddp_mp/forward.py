@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.compiler import is_compiling
 
 from .backward import Backward
 from .low import LowPrecision, ReplacedError
 from .ranges import span
 from .tensors import cast_tensors, tensors_in
+from .untraced import untraced
 from .waits import Waits
 from .weak import weakly
 
@@ -51,8 +51,8 @@ class Forward:
             return leave(output)
 
         self._handles = [
-            module.register_forward_pre_hook(_untraced(before), prepend=True),
-            module.register_forward_hook(_untraced(after), always_call=True),
+            module.register_forward_pre_hook(untraced(before), prepend=True),
+            module.register_forward_hook(untraced(after), always_call=True),
         ]
 
     def detach(self) -> None:
@@ -117,17 +117,6 @@ class Forward:
                 self.low.leave(live=self.backward.live())
             return
         self.backward.add([t for t in tensors_in(output) if t.requires_grad and t.grad_fn is not None])
-
-
-def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """``hook``, which torch.compile does not look into.  Its own decorator takes some 10 us in a training step, compiled or
-    not; here only where something is being compiled."""
-    decorated = torch._disable_dynamo(hook)
-
-    def call(*args: Any) -> Any:
-        return decorated(*args) if is_compiling() else hook(*args)
-
-    return call
 
 
 def _module_call(frame: FrameType) -> FrameType:
