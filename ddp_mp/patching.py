@@ -253,23 +253,34 @@ class _Installation:
 _ORIGINAL = "_ddp_mp_original_init"
 
 
-def install(options: Options | None = None) -> _Installation:
+def install(options: Options | None = None, *, mixed_precision: _MixedPrecision | None = None) -> _Installation:
     """Every ``DistributedDataParallel`` built from now on with ``mixed_precision=`` is patched as it is built.
 
-    PyTorch's own mixed precision is never set up on such a model, so its constructor does not cast buffers either.  Models
-    built without ``mixed_precision=`` are left alone.  Calling it again replaces the options.  Works as a context manager.
-    Process-wide; not thread-safe against construction of models in other threads.
+    Args:
+        options: see :class:`Options`.
+        mixed_precision: the precisions of models that are built without ``mixed_precision=``, for frameworks that build the
+            wrapper themselves and do not pass it on.  ``None``: such models are left alone.
+
+    PyTorch's own mixed precision is never set up on a patched model, so its constructor does not cast buffers either.
+    Calling it again replaces options and precisions.  Works as a context manager.  Process-wide; not thread-safe against
+    construction of models in other threads.
+
+    Raises:
+        TypeError: ``options`` is not :class:`Options`, or ``mixed_precision`` not :class:`MixedPrecision`.
     """
-    chosen = options or Options()
+    chosen, default = options or Options(), mixed_precision
     if not isinstance(chosen, Options):
         raise TypeError(f"ddp_mp.install: options: expected ddp_mp.Options, found {type(options).__name__}")
+    if default is not None:
+        validate_precision(default)
     original = DistributedDataParallel.__dict__.get(_ORIGINAL) or DistributedDataParallel.__init__
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(self, *args, **kwargs)
-        precision = bound.arguments.get("mixed_precision")
+        given = bound.arguments.get("mixed_precision")
+        precision = default if given is None else given
         if precision is None:
             original(self, *args, **kwargs)
             return
@@ -277,7 +288,7 @@ def install(options: Options | None = None) -> _Installation:
         if chosen.hooks == "all":
             bound.arguments["mixed_precision"] = None
         original(*bound.args, **bound.kwargs)
-        self.__dict__["_ddp_mp_built_with"] = precision
+        self.__dict__["_ddp_mp_built_with"] = given
         patch(self, mixed_precision=precision, options=chosen)
 
     setattr(DistributedDataParallel, _ORIGINAL, original)

@@ -768,7 +768,33 @@ def test_install_unpatched_model_has_pytorchs_mixed_precision(rank: Rank) -> Non
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("hooks", ["all", "root"])
+def test_install_with_precision_patches_models_built_without(rank: Rank, hooks: str) -> None:
+    fp16 = ddp_mp.MixedPrecision(FP16, F32)
+    with ddp_mp.install(ddp_mp.Options(hooks=hooks), mixed_precision=MIXED):  # type: ignore[arg-type]
+        plain = DistributedDataParallel(mlp())
+        own = DistributedDataParallel(mlp(), mixed_precision=fp16)
+    assert plain.mixed_precision is MIXED
+    assert own.mixed_precision is fp16
+    assert ddp_mp.is_patched(plain)
+    assert ddp_mp.is_patched(own)
+    assert not ddp_mp.is_patched(DistributedDataParallel(mlp()))
+
+
+@on_ranks(2)
+def test_install_with_precision_unpatched_model_is_in_full_precision(rank: Rank) -> None:
+    with ddp_mp.install(mixed_precision=MIXED):
+        ddp = DistributedDataParallel(scalar())
+    assert ddp(column(3)).dtype is BF16
+    ddp_mp.unpatch(ddp)
+    assert ddp.mixed_precision is None
+    assert ddp(column(3)).dtype is F32
+
+
+@on_ranks(2)
 def test_install_validates_before_the_wrapper_is_built(rank: Rank) -> None:
+    with pytest.raises(TypeError, match="mixed_precision"):
+        ddp_mp.install(mixed_precision=BF16)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="Options"):
         ddp_mp.install("all")  # type: ignore[arg-type]
     with ddp_mp.install(), pytest.raises(TypeError, match="mixed_precision"):
