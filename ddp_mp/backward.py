@@ -104,6 +104,13 @@ class Backward:
 
     def late(self) -> None:
         """A gradient arrived and no backward is known: the last forward's, whose outputs the loss did not come through."""
+        if self.forwarding:
+            self._begin(None)  # so that the error takes back the gradient that arrived
+            raise RuntimeError(
+                "ddp_mp: a backward started inside a forward of the wrapped module (as with automatic_optimization=False in "
+                "PyTorch Lightning): its parameters would be masters for the rest of that forward; run the backward after the "
+                "forward has returned, or leave the model unpatched"
+            )
         candidates = [p for p in self.passes if p.pending] or self.passes[-1:]
         self._begin(candidates[-1] if candidates else None)
 

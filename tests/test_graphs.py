@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -839,6 +840,27 @@ def test_optimizer_step_inside_a_backward_is_refused(rank: Rank) -> None:
     handle.remove()
     with ddp_mp.full_precision(trial.ddp):
         trial.check()
+
+
+class Trains(Two):
+    """Runs the backward itself, as Lightning's manual optimization does."""
+
+    def forward(self, x: torch.Tensor) -> None:
+        super().forward(x).float().square().mean().backward()
+
+
+@on_ranks(2)
+def test_backward_inside_a_forward_is_refused(rank: Rank) -> None:
+    model = Trains()
+    trial = Trial(rank, model)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="inside a forward"):
+            trial.ddp(torch.randn(4, 8))
+        trial.check()  # masters, and no gradients
+    model.forward = functools.partial(Two.forward, model)
+    trial.oracle.module.forward = functools.partial(Two.forward, trial.oracle.module)
+    trial.backward(square_step, rank.inputs(vectors()))
+    trial.check()
 
 
 # --- compilation ---------------------------------------------------------------------------------------------------------
