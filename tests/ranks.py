@@ -84,13 +84,19 @@ def on_ranks(*sizes: int, seconds: float = SECONDS) -> Callable[[Callable[..., N
 # --- the side of the tests -----------------------------------------------------------------------------------------------
 
 
+def forkserver() -> Any:
+    """Where processes come from: a server that imported everything and has no threads is forked, not the process of the
+    tests, which may have some."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "torch.distributed", "torch.utils.checkpoint", "ddp_mp"])
+    return context
+
+
 class _Pool:
     """The processes of one process group."""
 
     def __init__(self, size: int) -> None:
-        # A server that imported everything and has no threads is forked, not the process of the tests, which may have some.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["pytest", "torch.distributed", "torch.utils.checkpoint", "ddp_mp"])
+        context = forkserver()
         self.folder = tempfile.mkdtemp(prefix="ranks-")
         self.pipes, self.processes = [], []
         for index in range(size):
