@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from . import versions as _versions  # first: it says what is missing  # noqa: F401
 from ._version import __version__
 from .info import build_info
 from .options import MixedPrecision, Options
