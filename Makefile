@@ -5,6 +5,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 PYTEST_ARGS ?=
+PYTHONS ?=
 
 PY     := $(VENV)/bin/python
 DEPS   := $(VENV)/.stamp-dependencies
@@ -77,10 +78,8 @@ bench: $(BUILT) ## run every benchmark; results as JSON, text and plots in bench
 gpu: ## everything that needs an NVIDIA GPU: tests, compute-sanitizer, benchmarks; results as text
 	scripts/gpu.sh
 
-wheel: $(DEPS) ## build a wheel into dist
-	rm -rf build/lib* build/bdist*  # setuptools would pack what an earlier version left there
-	$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
-	@ls dist
+wheel: $(DEPS) ## build an sdist and manylinux wheels into dist, for PYTHONS or every python3.X on PATH
+	PYTHON=$(PY) PYTHONS="$(PYTHONS)" scripts/wheels.sh
 
 clean: ## remove what was built, keep .venv
 	rm -rf build dist demo-output .hypothesis *.egg-info $(BUILT)

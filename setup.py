@@ -7,8 +7,7 @@ Everything that is not about the extension is in pyproject.toml.  Environment va
 ``DDP_MP_SANITIZE=...`` ``address,undefined`` or ``thread``
 ``DDP_MP_CUDA=0``       no kernel image, also where nvcc is found (the kernels can still be compiled at run time)
 
-One wheel serves one Python version and every PyTorch.  It is not abi3: heap types with vectorcall, and the locks that
-a free-threaded build will need, are outside the limited API of the oldest Python supported.
+One wheel serves one Python version and every PyTorch.  docs/wheels.md says why it is not abi3.
 """
 
 from __future__ import annotations
@@ -155,6 +154,8 @@ class BuildExt(build_ext):
         # The compiler object belongs to this command, so what is set on it does not outlive it.
         compile_one = self.compiler.compile
         self.compiler.compile = lambda sources, *args, **kwargs: _side_by_side(compile_one, sources, *args, **kwargs)
+        # Some interpreters link with a search path of the machine that they were built on; we need no library but libc.
+        self.compiler.linker_so = [part for part in self.compiler.linker_so if not part.startswith("-Wl,-rpath")]
         try:
             ext.sources = [*listed, self.embed_kernels()]
             super().build_extension(ext)

@@ -1,19 +1,24 @@
-"""Building: without PyTorch, with and without nvcc, from a source distribution."""
+"""Building: without PyTorch, with and without nvcc, from a source distribution; what wheels hold."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import runpy
+import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import zipfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+
+import ddp_mp
 
 ROOT = Path(__file__).parents[1]
 
@@ -151,6 +156,48 @@ def build(folder: Path, *command: str, **environment: str) -> None:
     assert result.returncode == 0, result.stderr.decode()
 
 
+def unpack_wheel(wheel: Path, folder: Path) -> Path:
+    """Its extension module."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    (built,) = (folder / "ddp_mp").glob("_C*.so")
+    return built
+
+
+def readelf(*arguments: str) -> str:
+    return subprocess.run(["readelf", "--wide", *arguments], check=True, capture_output=True, text=True).stdout
+
+
+def require_hardened(library: Path) -> None:
+    """Addresses are fixed before anything runs, the stack is not executable, and the compiler's checks are there."""
+    segments, dynamic, symbols = (
+        readelf("--segments", str(library)),
+        readelf("--dynamic", str(library)),
+        readelf("--dyn-syms", str(library)),
+    )
+    assert "GNU_RELRO" in segments
+    assert [line.split()[-2] for line in segments.splitlines() if "GNU_STACK" in line] == ["RW"]
+    assert "BIND_NOW" in dynamic
+    assert "TEXTREL" not in dynamic
+    assert "RPATH" not in dynamic
+    assert "RUNPATH" not in dynamic
+    assert "__stack_chk_fail" in symbols  # -fstack-protector-strong
+    assert re.search(r"__(mem|str|sn?printf|vsn?printf)\w*_chk", symbols)  # _FORTIFY_SOURCE
+    defined = {line.split()[-1] for line in symbols.splitlines() if " GLOBAL " in line and " UND " not in line}
+    assert defined == {"PyInit__C"}
+
+
+def require_manylinux(wheel: Path) -> None:
+    """The wheel asks of a system no more than a manylinux tag promises."""
+    pytest.importorskip("auditwheel")
+    shown = subprocess.run([sys.executable, "-m", "auditwheel", "show", str(wheel)], capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    found = re.search(r"manylinux_(\d+)_(\d+)_", shown.stdout)
+    assert found is not None, shown.stdout
+    assert "libtorch" not in shown.stdout
+    assert "libcuda" not in shown.stdout
+
+
 @pytest.mark.slow
 def test_source_distribution_builds_without_torch_and_nvcc(tmp_path: Path) -> None:
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
@@ -173,9 +220,9 @@ def test_source_distribution_builds_without_torch_and_nvcc(tmp_path: Path) -> No
         if path.is_file() and not (unpacked / path.relative_to(copy)).is_file()
     ]
     assert missing == []
-    library = tmp_path / "library"
-    build(unpacked, "build_ext", "--build-lib", str(library), "--build-temp", str(tmp_path / "temporary"), DDP_MP_CUDA="0")
-    (built,) = (library / "ddp_mp").glob("_C*")
+    build(unpacked, "bdist_wheel", "--dist-dir", str(tmp_path / "wheels"), DDP_MP_CUDA="0")
+    (wheel,) = (tmp_path / "wheels").glob("ddp_mp-*.whl")
+    built = unpack_wheel(wheel, tmp_path / "unpacked")
     program = (
         "import importlib.util, sys\n"
         f"spec = importlib.util.spec_from_file_location('ddp_mp._C', {str(built)!r})\n"
@@ -186,3 +233,31 @@ def test_source_distribution_builds_without_torch_and_nvcc(tmp_path: Path) -> No
     )
     result = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     assert result.stdout.strip() == "0 switched off by DDP_MP_CUDA=0 at build time"
+    require_hardened(built)
+    require_manylinux(wheel)
+
+
+def test_version_is_the_same_everywhere() -> None:
+    given = ddp_mp.__version__
+    assert ddp_mp.build_info()["version"] == given
+    assert f"\n## {given}" in (ROOT / "CHANGELOG.md").read_text() or "\n## Unreleased" in (ROOT / "CHANGELOG.md").read_text()
+    numbers = [
+        re.findall(rf"(?<![\d.]){re.escape(given)}(?![\d.])", (ROOT / name).read_text())
+        for name in ("setup.py", "pyproject.toml", "ddp_mp/__init__.py")
+    ]
+    assert numbers == [[], [], []]  # _version.py alone says it
+
+
+def test_wheels_without_an_interpreter_are_an_error_that_says_so(tmp_path: Path) -> None:
+    (tmp_path / "python3.12").write_text("#!/bin/sh\nexit 1\n")  # as a version manager's stand-in for one not installed
+    (tmp_path / "python3.12").chmod(0o755)
+    tools = {name: shutil.which(name) for name in ("bash", "dirname")}
+    for name, path in tools.items():
+        (tmp_path / name).symlink_to(str(path))
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho {tmp_path}/python\n")
+    python.chmod(0o755)
+    environment = {"PATH": str(tmp_path), "PYTHON": str(python)}
+    result = subprocess.run([str(ROOT / "scripts/wheels.sh")], env=environment, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr == "wheels: no python3.10 to python3.14 found; name interpreters in PYTHONS\n"
