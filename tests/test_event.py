@@ -319,6 +319,7 @@ def test_deque_iterator_goes_over_what_was_there() -> None:
     assert seen == EVENTS[:3]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 30), st.integers(0, 30))
 def test_deque_references_are_balanced(pushed: int, popped: int) -> None:
     event = Caster(1).engine.event(0)

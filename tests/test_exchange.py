@@ -31,7 +31,7 @@ from dlpack import (
     new_capsule,
     table_type,
 )
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import Parameter, UninitializedParameter
 
@@ -170,6 +170,7 @@ shapes_and_strides = st.integers(0, 4).flatmap(
 )
 
 
+@settings(deadline=None)
 @given(shapes_and_strides)
 def test_describe_random_strides_agrees_with_enumeration(drawn: tuple[list[int], list[int]]) -> None:
     shape, strides = map(tuple, drawn)
@@ -177,11 +178,13 @@ def test_describe_random_strides_agrees_with_enumeration(drawn: tuple[list[int],
     assert _C.describe(tensor)["dense"] is is_dense(shape, strides)
 
 
+@settings(deadline=None)
 @given(st.permutations(range(4)), st.lists(st.integers(1, 4), min_size=4, max_size=4))
 def test_describe_any_permutation_is_dense(order: list[int], shape: list[int]) -> None:
     assert _C.describe(torch.zeros(shape).permute(order))["dense"] is True
 
 
+@settings(deadline=None)
 @given(shapes_and_strides, st.sampled_from([1, -1]))
 def test_describe_capsule_strides_agree_with_enumeration(drawn: tuple[list[int], list[int]], sign: int) -> None:
     """By a capsule made by hand: no exporter has put the strides in order, and they may be negative."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_mp import _C
@@ -136,6 +136,7 @@ def test_fuse_none_counts_as_zeros() -> None:
     assert [one.tolist() for one in out] == [[0.5] * 3, [0.0] * 2]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 70), max_size=12), st.sampled_from([1.0, 2.0, 3.0]))
 def test_fuse_any_list_converts_every_row(sizes: list[int], divisor: float) -> None:
     src = [torch.randn(n) for n in sizes]
