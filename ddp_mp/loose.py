@@ -110,15 +110,23 @@ class LooseGradients:
         param = self.params[0]
         grad, param.grad = param.grad, None
         self._empty = grad is None
-        if grad is None:
-            out = self.zeros(dtype)
-        else:
-            wide = self._wire(dtype)
-            out = grad.coalesce().to(wide) if grad.is_sparse else grad.to(wide, copy=True).contiguous()
-        if self._stash is not None and self._stash is not self._base:
-            own = self._stash if self._base is None else self._stash - self._base
-            out = out + own.to(out.dtype)
-        return out / divisor if divisor != 1 else out
+        wire = self._wire(dtype)
+        wide = torch.promote_types(wire, self._dtype)  # of what is added up: it is rounded once, at the end
+        total = self._own_part()
+        if grad is not None:
+            grad = (grad.coalesce() if grad.is_sparse else grad).to(wide)
+            total = grad if total is None else total + grad
+        if total is None:
+            return self.zeros(dtype)
+        if divisor != 1:
+            total = total / divisor
+        return total.coalesce().to(wire) if total.is_sparse else total.to(wire, copy=True).contiguous()
+
+    def _own_part(self) -> torch.Tensor | None:
+        """What is set aside and is not on all other ranks."""
+        if self._stash is None or self._stash is self._base:
+            return None
+        return self._stash if self._base is None else self._stash - self._base
 
     def settle(self, reduced: torch.Tensor, divisor: float, used: bytes | None) -> None:
         param = self.params[0]

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from modules import Two, mlp, vectors
-from oracle import BF16, F32, FP16, Trial, require_same, step_of
+from oracle import BF16, F32, FP16, Trial, require_same, square_step, step_of
 from ranks import Rank, on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -250,6 +250,24 @@ def test_layout_unusual_parameters_equal_oracle(rank: Rank, layout: str, reduce:
     trial = Trial(rank, model, ddp_mp.MixedPrecision(BF16, reduce))
     trial.train(vectors(width=6), accumulate=2)
     assert model[0].weight.data_ptr() == view.data_ptr() or layout == "strange_size_one"
+
+
+@on_ranks(2)
+def test_layout_gapped_parameter_with_local_gradients_is_rounded_once(rank: Rank) -> None:
+    class Gapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 16)[:, ::2])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight
+
+    trial = Trial(rank, Gapped(), ddp_mp.MixedPrecision(BF16))
+    for seed in range(9):
+        trial.backward(square_step, rank.inputs(vectors(), seed), sync=seed % 3 == 2)
+        trial.check()
+        if seed % 3 == 2:
+            trial.zero_grad()
 
 
 @on_ranks(2)
