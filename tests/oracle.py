@@ -159,7 +159,10 @@ class Oracle:
         """Every rank does ``step`` with its input; ``sync`` says whether its gradients are averaged afterwards."""
         if self.broadcast_buffers:
             self.buffers[1:] = [{n: b.clone() for n, b in self.buffers[0].items()} for _ in range(1, self.ranks)]
-        new = [self.gradients(step, inputs[rank], rank) for rank in range(self.ranks)]
+        self.add([self.gradients(step, inputs[rank], rank) for rank in range(self.ranks)], sync)
+
+    def add(self, new: list[dict[str, torch.Tensor | None]], sync: bool) -> None:
+        """What a backward leaves: its gradients of every rank are averaged with ``sync``, and otherwise accumulated."""
         for name in self.grads[0]:
             if sync:
                 self._reduce(name, [grads[name] for grads in new])
@@ -178,15 +181,23 @@ class Oracle:
             found[name], param.grad = param.grad, None
         return found
 
-    @contextlib.contextmanager
-    def low_precision(self, rank: int = 0) -> Iterator[Call]:
-        """Inside, the module computes with casts of the masters and a rank's buffers, in a backward too."""
+    def casts(self) -> dict[int, torch.Tensor]:
+        """What the module computes with, by the id of the master; gradients go through to the masters."""
         low = {}
         for param in self.module.parameters():
             with torch.enable_grad():
                 cast = self.dtype is not None and param.is_floating_point() and param.dtype is not self.dtype
                 cast = cast and id(param) not in self._full
                 low[id(param)] = param.to(self.dtype) if cast else param
+        return low
+
+    @contextlib.contextmanager
+    def low_precision(self, rank: int = 0, low: dict[int, torch.Tensor] | None = None) -> Iterator[Call]:
+        """Inside, the module computes with casts of the masters and a rank's buffers, in a backward too.
+
+        ``low``: casts that an earlier forward used; its gradients and those of this one are summed before they are cast.
+        """
+        low = low or self.casts()
         sites = [(m, key, p) for m in self.module.modules() for key, p in m._parameters.items() if p is not None]
         named = dict(self.module.named_buffers())
         for name, buffer in named.items():

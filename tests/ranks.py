@@ -26,7 +26,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import pytest
@@ -42,8 +42,16 @@ T = TypeVar("T")
 class Rank:
     """What a test function gets: which rank it is, and what ranks do together."""
 
-    def __init__(self, index: int, size: int) -> None:
+    def __init__(self, index: int, size: int, pipe: multiprocessing.connection.Connection | None = None) -> None:
         self.index, self.size = index, size
+        self._pipe = pipe
+
+    def heard(self) -> Iterator[Any]:
+        """What a :class:`Conversation` says, until it ends.  Going on to the next message answers the last one."""
+        assert self._pipe is not None
+        while (message := self._pipe.recv()) is not None:
+            yield message[0]
+            self._pipe.send(_PASSED)
 
     def inputs(self, make: Callable[[], T], seed: int = 0) -> list[T]:
         """One input for each rank; the list is the same on every rank."""
@@ -109,15 +117,30 @@ class _Pool:
             self.processes.append(process)
 
     def run(self, module: str, name: str, arguments: dict[str, Any], seconds: float) -> None:
+        self.say((module, name, arguments))
+        self.require_passed(seconds)
+
+    def say(self, message: Any) -> None:
         for pipe in self.pipes:
-            pipe.send((module, name, arguments))
+            with contextlib.suppress(BrokenPipeError):  # its answers say that it ended
+                pipe.send(message)
+
+    def require_passed(self, seconds: float, same_point: bool = False) -> None:
+        """Every rank answers, and that all is well; otherwise the test fails, and this pool is closed.
+
+        ``same_point``: it is kept when every rank failed, as they did the same and none waits for another.
+        """
         answers = self._answers(seconds)
-        if any(answer != _PASSED for answer in answers):
+        if any(answer != _PASSED for answer in answers) and not (same_point and all(a[0] == "failed" for a in answers)):
             self.close()
         reasons = [a[1] for a in answers if a[0] == "skipped"]
         if reasons and all(a[0] in ("passed", "skipped") for a in answers):
             pytest.skip(reasons[0])
-        failed = [f"rank {index} of {len(answers)}: {text}" for index, (kind, text) in enumerate(answers) if kind == "failed"]
+        failed = [
+            f"rank {index} of {len(answers)}: {text}"
+            for index, (kind, text) in enumerate(answers)
+            if kind in ("failed", "late")
+        ]
         if failed:
             pytest.fail("\n".join(failed), pytrace=False)
 
@@ -132,10 +155,10 @@ class _Pool:
                     answers[index] = self.pipes[index].recv()
                 except EOFError:
                     self.processes[index].join(GRACE)
-                    answers[index] = ("failed", f"the process ended with status {self.processes[index].exitcode}")
+                    answers[index] = ("late", f"the process ended with status {self.processes[index].exitcode}")
                 if answers[index] != _PASSED:
                     deadline = min(deadline, time.monotonic() + GRACE)
-        late = ("failed", "no answer (it hangs, or waits for a rank that failed)")
+        late = ("late", "no answer (it hangs, or waits for a rank that failed)")
         return [answers.get(index, late) for index in range(len(self.pipes))]
 
     def close(self) -> None:
@@ -147,6 +170,27 @@ class _Pool:
         for pipe in self.pipes:
             pipe.close()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Conversation:
+    """A function that runs on all ranks and is told what to do bit by bit: it goes through ``rank.heard()``.
+
+    With an error on any rank it is over, and the next one has fresh ranks.
+    """
+
+    def __init__(self, size: int, function: Callable[[Rank], None], seconds: float = SECONDS) -> None:
+        self._pool, self._seconds = _pool(size), seconds
+        self._pool.say((function.__module__, function.__qualname__, {}))
+
+    def say(self, message: Any) -> None:
+        """Every rank acts on the message; a rank's error fails the test."""
+        self._pool.say((message,))
+        self._pool.require_passed(self._seconds, same_point=True)
+
+    def end(self) -> None:
+        """The function returns on every rank, and leaves nothing behind."""
+        self._pool.say(None)
+        self._pool.require_passed(self._seconds)
 
 
 _PASSED = ("passed", "")
@@ -177,7 +221,7 @@ def _serve(pipe: multiprocessing.connection.Connection, index: int, size: int, s
     gc.freeze()
     with contextlib.suppress(EOFError):
         while True:
-            pipe.send(_answer(Rank(index, size), *pipe.recv()))
+            pipe.send(_answer(Rank(index, size, pipe), *pipe.recv()))
     os._exit(0)
 
 
