@@ -31,7 +31,7 @@ PYTEST = mkdir -p build/tmp && tmp=$$(mktemp -d build/tmp/pytest-XXXXXX) && trap
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup dev demo test check sanitize mutate bench gpu wheel clean distclean
+.PHONY: help setup dev demo test check sanitize mutate soak fuzz peers bench gpu wheel clean distclean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-10s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,6 +71,16 @@ sanitize: $(BUILT) ## run the tests with AddressSanitizer and UndefinedBehaviorS
 
 mutate: $(BUILT) ## take waits, records and checks out of the CUDA code one at a time: do tests notice? (an hour or two)
 	$(PY) scripts/mutate_cuda.py
+
+MINUTES ?= 60
+soak: $(BUILT) ## train random models by random actions on four ranks for MINUTES=60, compare all, watch memory
+	OMP_NUM_THREADS=1 $(PY) tests/soak.py --minutes $(MINUTES)
+
+fuzz: $(BUILT) ## let Hypothesis choose what is done in training for MINUTES=60, compare after every action
+	@DDP_MP_FUZZ=$(MINUTES) $(PYTEST) tests/test_fuzz.py
+
+peers: $(BUILT) ## run PyTorch's own tests of DistributedDataParallel on patched models, write docs/peer-tests.md
+	$(PY) tests/peers.py
 
 bench: $(BUILT) ## run every benchmark; results as JSON, text and plots in benchmarks/results
 	$(PY) -m benchmarks

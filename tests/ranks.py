@@ -247,5 +247,6 @@ def _require_clean() -> None:
     patching.uninstall()
     gc.collect()
     left = [model for models in patching.registrations._watched.values() for model in models]
-    assert not left, f"patched models outlive their wrappers: {left}"
+    kept = [type(other).__name__ for other in gc.get_referrers(*left)]
+    assert not left, f"patched models outlive their wrappers: {left}, referred to by {kept}"
     assert not list(guards.optimizer_guard._models), "models are still known to the optimizer's hook"

@@ -92,7 +92,9 @@ def test_fuzz_any_order_of_actions_equals_oracle(capsys: pytest.CaptureFixture[s
         run_state_machine_as_test(Training, settings=settled(25, 40, derandomize=True))
         return
     end, phases = time.monotonic() + 60 * MINUTES, (Phase.generate, Phase.shrink)
-    while time.monotonic() < end:
-        run_state_machine_as_test(Training, settings=settled(20, 100, phases=phases))
-    with capsys.disabled():
-        print(f"\n{Training.walks} walks, {sum(Training.said.values())} actions: {Training.said}")
+    try:
+        while time.monotonic() < end:
+            run_state_machine_as_test(Training, settings=settled(20, 100, phases=phases))
+    finally:
+        with capsys.disabled():
+            print(f"\n{Training.walks} walks, {sum(Training.said.values())} actions: {Training.said}")
