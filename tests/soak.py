@@ -24,7 +24,7 @@ from ranks import Conversation, Rank
 from walk import ACTIONS, BUILDS, MODELS, Walk, note
 
 ACTIONS_A_WALK = 100
-WARM_UP = 0.2  # of the time
+WARM_UP, WARM_WALKS = 0.2, 20  # of the time, and at least so many: PyTorch keeps what it made for the first of a kind
 ALLOWED = 8.0  # MiB that a rank may seem to grow by, from the end of the warm-up to the end
 
 #: How often an action comes, where not once.
@@ -95,7 +95,7 @@ def soak(rank: Rank) -> None:
                 break
             walk_once(walk, 100_000 * seed + walks)
             walks += 1
-            if passed >= WARM_UP * seconds:
+            if passed >= WARM_UP * seconds and walks > WARM_WALKS:
                 times.append(passed)
                 sizes.append(resident())
         grown = rank.gather(growth(times, sizes))
