@@ -262,6 +262,17 @@ class Oracle:
         """Keeps gradients that are there, as zeros."""
         for grads in self.grads:
             grads.update({name: None if g is None else torch.zeros_like(g) for name, g in grads.items()})
+        self.written_in_place()
+
+    def written_in_place(self) -> None:
+        """Gradients were changed by the user: where a rank has added to one, nothing in it is known to be on all ranks."""
+        for bases in self._bases:
+            bases.update(dict.fromkeys(bases))
+
+    def hold_own(self, name: str) -> None:
+        """Whatever ranks hold of a gradient now counts as their own."""
+        for rank, grads in enumerate(self.grads):
+            self._local[rank][name], self._bases[rank][name] = grads[name] is not None, None
 
 
 def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:

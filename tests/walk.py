@@ -122,8 +122,8 @@ class Subject:
 
     def forget_reduced(self) -> None:
         """The hooks are new: that gradients were reduced is not known any more, and they are averaged with what is added."""
-        for name, grad in self.oracle.grads[0].items():
-            self.oracle._local[name] = self.oracle._local[name] or grad is not None
+        for name in self.oracle.grads[0]:
+            self.oracle.hold_own(name)
 
     def drop(self) -> None:
         """Nobody will do a backward of what waits."""
@@ -132,9 +132,6 @@ class Subject:
     def written(self, visible: bool) -> None:
         """Masters were written; ``visible``: in a way that autograd notices."""
         self.writes += 1
-        if {"prefetch", "reuse_unchanged"} & set(OPTIONS[self.options]):
-            self.waiting.clear()  # test_state: a backward of copies from before the write is not told from one after it
-        self.waiting = [w for w in self.waiting if not w.spent]  # its copies are gone
         if visible and SPECS[self.name].unused:
             self.waiting.clear()  # autograd would refuse on some ranks only, and the others would wait for them
         for waiting in self.waiting:
@@ -264,7 +261,6 @@ class Walk:
 
     def forward(self, subject: Subject, kind: str, sync: bool, seed: int) -> bool:
         """A loss that waits for its backward.  ``kind`` "local" goes round the wrapper, "two" goes through it twice."""
-        subject.waiting = [w for w in subject.waiting if not w.spent]  # test_graphs: its copies' memory is somebody else's
         if len(subject.waiting) == WAITING:
             return False
         spec = SPECS[subject.name]
@@ -288,20 +284,14 @@ class Walk:
         if not subject.waiting:
             return False
         done = {"first": subject.waiting[:1], "last": subject.waiting[-1:], "all": subject.waiting[:]}[which]
-        if len({w.spent for w in done}) == 2:
-            return False  # an error that says so: see test_graphs
         if SPECS[subject.name].recomputes and len({w.written for w in done}) > 1:
             return False  # only one generation of parameters can be in place when blocks are computed again
         ours = self._sum([w.loss for w in done])
-        if retain and len({w.epoch for w in subject.waiting}) > 1:
-            retain = False  # test_graphs: copies of an older generation may be gone
         succeeded = _goes_through(ours, retain, any(w.stale for w in done))
         del ours
         if succeeded:
             self._oracle_backward(subject, done, retain)
         kept = done if retain and succeeded else []
-        if SPECS[subject.name].recomputes:  # once its copies may be gone, it would be computed again with the present masters
-            kept = [w for w in kept if w.written == subject.writes]
         subject.waiting = [w for w in subject.waiting if w not in done or w in kept]
         return True
 
@@ -445,6 +435,7 @@ class Walk:
             if present:
                 factor = norm / (torch.stack([g.norm() for g in present]).norm() + 1e-6)
                 grads.update({n: None if g is None else g * factor.clamp(max=1.0) for n, g in grads.items()})
+        subject.oracle.written_in_place()
 
     def set_grad(self, subject: Subject, index: int, seed: int) -> bool:
         """A full-precision gradient put there by hand, another one on every rank."""
@@ -457,7 +448,7 @@ class Walk:
             ours.grad = values[self.rank.index].clone()
         for grads, value in zip(subject.oracle.grads, values, strict=True):
             grads[name] = value
-        subject.oracle._local[name] = True
+        subject.oracle.hold_own(name)
         return True
 
     def freeze(self, subject: Subject, index: int, frozen: bool) -> bool:
@@ -510,7 +501,6 @@ class Walk:
                 setattr(inner, key, new)
         for grads in subject.oracle.grads:
             grads[name] = None
-        subject.oracle._local[name] = False
         subject.forget_reduced()
         subject.new_optimizers()
 
