@@ -72,10 +72,13 @@ class LooseGradients:
     def unfired(self, bucket: int = 0) -> list[int]:
         return [] if self._fired else [0]
 
+    def fired_flags(self) -> bytes:
+        return b"\2" if self._fired and self._empty else bytes([self._fired])
+
     def contributes(self) -> bytes:
         if self._stash is not None and self._stash is not self._base:
             return b"\1"
-        return b"\2" if self._fired and self._empty else bytes([self._fired])
+        return self.fired_flags()
 
     def end(self) -> None:
         self.active = self._early = False

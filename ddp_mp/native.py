@@ -29,6 +29,10 @@ def refuse_unsupported(ddp: DistributedDataParallel) -> None:
     if scripted:
         where = f"module {scripted[0]!r}" if scripted[0] else "the wrapped module"
         _refuse(f"{where}, which torch.jit.script made,", "give it to DistributedDataParallel unscripted (torch.compile works)")
+    inside = [name for name, inner in ddp.module.named_modules() if isinstance(inner, DistributedDataParallel)]
+    if inside:
+        where = f"module {inside[0]!r}" if inside[0] else "the wrapped module"
+        _refuse(f"{where}, which is a DistributedDataParallel itself,", "wrap the model once")
     if any(hasattr(p, "_in_backward_optimizers") for p in ddp.module.parameters()):
         _refuse(
             "an optimizer that runs inside backward (_apply_optimizer_in_backward)",
@@ -125,19 +129,30 @@ def equip(ddp: Any) -> None:
 
 
 def equip_mixed_precision(ddp: Any) -> None:
-    """Gives the wrapper PyTorch's own mixed precision, as its constructor does."""
+    """Gives the wrapper PyTorch's own mixed precision, as its constructor does.
+
+    RuntimeError where PyTorch has no stream for it, as in a build for CUDA without a GPU; the wrapper has none then.
+    """
     from torch.distributed.algorithms.ddp_comm_hooks import mixed_precision_hooks as hooks
 
     precision = ddp.mixed_precision
+    try:
+        copying, upcasting = torch.Stream(), torch.Stream()
+    except RuntimeError as error:
+        ddp.mixed_precision = None
+        raise RuntimeError(
+            f"PyTorch's own mixed precision cannot be set up on this machine ({error}); the model is an ordinary "
+            "full-precision one now: train it so, or patch it with mixed_precision="
+        ) from error
     for index, param in enumerate(ddp._build_params_for_reducer()[0]):
         param._idx = index
     upstream._setup_mixed_precision_params(precision, ddp.module)
-    ddp._mp_stream = torch.Stream()
+    ddp._mp_stream = copying
     ddp._submodule_to_event = defaultdict(deque)
     ddp.module.register_forward_pre_hook(ddp._root_copy_hook, prepend=False, with_kwargs=True)
     for module in ddp.module.modules():
         module.register_forward_pre_hook(ddp._module_wait_for_copy_hook, prepend=False, with_kwargs=True)
-    state = hooks._AllreduceUpcastHookState(ddp_weakref=weakref.ref(ddp), upcast_stream=torch.Stream())
+    state = hooks._AllreduceUpcastHookState(ddp_weakref=weakref.ref(ddp), upcast_stream=upcasting)
     type(ddp).register_comm_hook(ddp, state, hooks._reducer_allreduce_and_upcast_hook)
     ddp.reducer._set_mixed_precision_param_dtype(precision.param_dtype)
 

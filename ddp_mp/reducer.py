@@ -51,6 +51,7 @@ class Reducer:
         self.any_unused = False  # parameters without a gradient are legal: find_unused_parameters or static_graph
         self.static_graph = False  # which ones they are is the same in every round
         self._static_used: dict[int, bytes] | None = None  # empty: all are used
+        self._static_flags = b""  # what had gradients on this rank in the first round
         self.open = False  # a synchronised round has begun and not every gradient has arrived
         self.bytes_reduced = 0
         self.reductions = 0
@@ -334,6 +335,7 @@ class Reducer:
             # a parameter frozen after the model was wrapped has none on any rank, and keeps what it had
             return local if any(0 in flags for flags in local.values()) else None
         if self.static_graph and self._static_used is not None:
+            self._require_same_graph()
             return self._static_used or None
         joined = b"".join(local.values())
         flags_of_all = self.comm.reduce_flags(joined.translate(_FIRED_ONLY), self.buckets[0].params[0].device)
@@ -346,9 +348,31 @@ class Reducer:
             out[key] = total[offset : offset + len(flags)]
             offset += len(flags)
         if self.static_graph:
+            self._static_flags = self._fired()
             self._static_used = out if 0 in total else {}
             return self._static_used or None
         return out
+
+    def _fired(self) -> bytes:
+        """One byte a row, source by source: 1 when a gradient arrived in this round."""
+        return b"".join(bytes(source.fired_flags()) for source, _ in self._of_source).translate(_FIRED_ONLY)
+
+    def _require_same_graph(self) -> None:
+        """Raises when this round's gradients are of other parameters than the first round's."""
+        flags = self._fired()
+        if flags == self._static_flags:
+            return
+        rows = [row for _, buckets in self._of_source for bucket in buckets for row in bucket.rows]
+        pairs = sorted(zip(rows, self._static_flags, flags, strict=True))
+        new = [self.entries[row].name for row, before, now in pairs if now > before]
+        gone = [self.entries[row].name for row, before, now in pairs if now < before]
+        if new or gone:
+            parts = [f"{what}: {', '.join(names)}" for what, names in (("now used", new), ("not used any more", gone)) if names]
+            raise RuntimeError(
+                "Your training graph has changed in this iteration, and DistributedDataParallel was told that it is static "
+                f"({'; '.join(parts)}). Gradients would be lost: build it without static_graph=True, with "
+                "find_unused_parameters=True"
+            )
 
 
 # contributes() also says 2, for a gradient that fired empty: no use.

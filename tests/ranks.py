@@ -245,6 +245,8 @@ def _require_clean() -> None:
     from ddp_mp import guards, patching
 
     patching.uninstall()
+    # PyTorch keeps parts of a graph whose backward failed until the thread's next backward
+    torch.ones((), requires_grad=True).mul(2).backward()
     gc.collect()
     left = [model for models in patching.registrations._watched.values() for model in models]
     kept = [type(other).__name__ for other in gc.get_referrers(*left)]

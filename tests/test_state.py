@@ -824,6 +824,18 @@ def test_patch_by_position_says_how_to_write_it(rank: Rank) -> None:
         ddp_mp.patch(DistributedDataParallel(scalar()), MIXED)
 
 
+@on_ranks(1)
+@pytest.mark.parametrize("part", [True, False])
+def test_patch_of_a_wrapper_around_a_wrapper_is_refused_and_leaves_the_model(rank: Rank, part: bool) -> None:
+    inner = DistributedDataParallel(mlp())
+    ddp = DistributedDataParallel(nn.Sequential(inner) if part else inner)
+    with pytest.raises(RuntimeError, match="module '0', which is" if part else "the wrapped module, which is"):
+        ddp_mp.patch(ddp, mixed_precision=MIXED)
+    assert not ddp_mp.is_patched(ddp)
+    ddp_mp.patch(inner, mixed_precision=MIXED)  # a patched model wrapped once more would be reduced twice
+    mean_square(inner, torch.ones(2, 8)).backward()
+
+
 @on_ranks(2)
 def test_patch_of_a_scripted_part_is_refused_and_leaves_the_model(rank: Rank) -> None:
     with warnings.catch_warnings():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from modules import Two, mlp, vectors
-from oracle import BF16, F32, Trial, require_same, square_step, step_of
+from oracle import BF16, F32, Trial, mean_square, require_same, square_step, step_of
 from ranks import Rank, on_ranks
 from torch import nn
 
@@ -154,6 +154,27 @@ def test_static_graph_with_unused_parameters_equals_oracle(rank: Rank) -> None:
 
     trial = Trial(rank, Half(), static_graph=True).train(vectors(), steps=4)
     assert trial.module.b.weight.grad is None
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("first", "then", "said"), [(0, 1, "now used: b"), (1, 0, "not used any more: b")])
+def test_static_graph_that_changes_is_an_error(rank: Rank, first: int, then: int, said: str) -> None:
+    class Changing(Two):
+        way = first
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(self.a(x)) if self.way else self.a(x)
+
+    model = Changing()
+    ddp = Trial(rank, model, static_graph=True).ddp
+    for _ in range(2):
+        mean_square(ddp, torch.ones(2, 8)).backward()
+    before = model.a.weight.grad.clone()
+    model.way = then
+    with pytest.raises(RuntimeError, match=f"graph has changed.*{said}.weight, b.bias"):
+        mean_square(ddp, torch.ones(2, 8)).backward()
+    assert torch.equal(model.a.weight.grad, before)
+    assert model.a.weight.dtype is torch.float32
 
 
 @on_ranks(2)
