@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-BENCHMARKS = ("hooks", "step", "cast", "memory", "scaling")
+BENCHMARKS = ("hooks", "parts", "step", "cast", "memory", "scaling")
 
 
 def main() -> int:

@@ -15,10 +15,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from benchmarks import models
 from benchmarks.harness import Report, Settings, bars, device_time, settings, synchronize
-from ddp_mp import _C
-from ddp_mp.bench import Spread, paired
+from ddp_mp import _C, shapes
+from ddp_mp.measure import Spread, paired
 
 PAIRS = [(torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.bfloat16, torch.float32)]
 KIB, MIB = 2**10, 2**20
@@ -72,7 +71,7 @@ def check(src: torch.Tensor, dst: torch.Tensor) -> None:
 def whole(s: Settings, names: Sequence[str], rounds: int) -> Report:
     report = Report("cast-model", "cast of all parameters of a model, float32 to bfloat16, GB/s", s.device, {"rounds": rounds})
     for name in names:
-        model = models.build(name, real_size=not s.quick)
+        model = shapes.build(name, real_size=not s.quick)
         sources = [p.detach().to(s.device) for p in model.parameters()]
         targets = [torch.empty_like(p, dtype=torch.bfloat16) for p in sources]
         moved = sum(p.numel() for p in sources) * 6
@@ -105,7 +104,7 @@ def whole(s: Settings, names: Sequence[str], rounds: int) -> Report:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     def extend(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--models", default="", help=f"some of {','.join(models.names())}")
+        parser.add_argument("--models", default="", help=f"some of {','.join(shapes.names())}")
         parser.add_argument("--rounds", type=int, default=0)
 
     s = settings(__doc__, arguments, extend)

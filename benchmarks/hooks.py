@@ -30,9 +30,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from benchmarks import models
 from benchmarks.harness import Report, Settings, bars, one_process_group, settings
-from ddp_mp.bench import KINDS, REDUCE, Spread, Variant, paired, total
+from ddp_mp import shapes
+from ddp_mp.measure import KINDS, REDUCE, Spread, Variant, paired, total
 
 PARAM_DTYPE = torch.bfloat16
 REDUCE_DTYPE = torch.float32
@@ -102,7 +102,7 @@ def measure(name: str, make: Callable[[], nn.Module], device: torch.device, roun
 
     def variant(how: str) -> Variant:
         kind = PythonVariant if how == "python" else Variant
-        return kind(how, make().to(device), lambda ddp: models.loss_of(ddp, device), policy)
+        return kind(how, make().to(device), lambda ddp: shapes.loss_of(ddp, device), policy)
 
     variants = {how: variant(how) for how in VARIANTS}
     values = paired({how: v.step for how, v in variants.items()}, rounds)
@@ -138,7 +138,7 @@ def plot(report: Report, where: Settings) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     def extend(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--models", default="", help=f"some of {','.join(models.names())}")
+        parser.add_argument("--models", default="", help=f"some of {','.join(shapes.names())}")
         parser.add_argument("--real-size", action="store_true")
         parser.add_argument("--rounds", type=int, default=0)
 
@@ -156,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     with one_process_group(s.device):
         for name in chosen:
-            measure(name, lambda name=name: models.build(name, real_size=s.extra.real_size), s.device, rounds, report)
+            measure(name, lambda name=name: shapes.build(name, real_size=s.extra.real_size), s.device, rounds, report)
     report.save(s.output, s.tag)
     plot(report, s)
     return 0

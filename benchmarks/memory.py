@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import ddp_mp
-from benchmarks import models
 from benchmarks.harness import Report, one_process_group, quiet, settings
+from ddp_mp import shapes
 from ddp_mp.demo import silent_device_events
 
 VARIANTS = ("fp32", "bf16", "pytorch", "ddp_mp")
@@ -51,11 +51,11 @@ def train(variant: str, name: str, real_size: bool, device_name: str, steps: int
     events = silent_device_events() if variant == "pytorch" else contextlib.nullcontext()
     with one_process_group(device), events:
         # One small round first: what libraries keep for themselves is not this variant's.
-        small = DistributedDataParallel(models.build("vit_base").to(device))
-        models.loss_of(small, device).backward()
+        small = DistributedDataParallel(shapes.build("vit_base").to(device))
+        shapes.loss_of(small, device).backward()
         del small
         start = read()
-        module = models.build(name, real_size=real_size).to(device)
+        module = shapes.build(name, real_size=real_size).to(device)
         parameters = sum(p.numel() for p in module.parameters()) * 4
         if variant == "bf16":
             module = module.to(torch.bfloat16)
@@ -71,7 +71,7 @@ def train(variant: str, name: str, real_size: bool, device_name: str, steps: int
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         for step in range(steps):
-            loss = models.loss_of(ddp, device)
+            loss = shapes.loss_of(ddp, device)
             after_forward = read() - start
             loss.backward()
             after_backward = read() - start
@@ -93,7 +93,7 @@ def train(variant: str, name: str, real_size: bool, device_name: str, steps: int
 
 def main(arguments: Sequence[str] | None = None) -> int:
     def extend(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--model", default="vit_base", choices=models.names())
+        parser.add_argument("--model", default="vit_base", choices=shapes.names())
 
     s = settings(__doc__, arguments, extend)
     if s.device.type == "cpu" and not os.path.exists("/proc/self/statm"):

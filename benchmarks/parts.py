@@ -29,10 +29,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_mp
-from benchmarks import models
 from benchmarks.harness import Report, one_process_group, settings
-from ddp_mp import _C, backward, buckets, comm, forward, low, reducer
-from ddp_mp.bench import HookClock, Spread, now, paired
+from ddp_mp import _C, backward, buckets, comm, forward, low, reducer, shapes
+from ddp_mp.measure import HookClock, Spread, now, paired
 
 #: (part, what the twin does for it), in the order of a step; together they are all of our hooks.
 ROOT = [
@@ -121,7 +120,7 @@ def ours(module: nn.Module, clock: HookClock, device: torch.device) -> Callable[
 
     def step() -> dict[str, float]:
         clock.reset()
-        models.loss_of(ddp, device).backward()
+        shapes.loss_of(ddp, device).backward()
         optimizer.step()
         optimizer.zero_grad()
         return clock.read()
@@ -145,7 +144,9 @@ class Twin:
         self.engine.bind(self.masters, lows, arenas)
         self.flat = torch.empty(sum(p.numel() for p in self.params), device=device)
         self.flat_low = torch.zeros_like(self.flat, dtype=torch.bfloat16)
-        self.full = [v.view(p.shape) for v, p in zip(self.flat.split([p.numel() for p in self.params]), self.params, strict=True)]
+        self.full = [
+            v.view(p.shape) for v, p in zip(self.flat.split([p.numel() for p in self.params]), self.params, strict=True)
+        ]
         self.optimizer = torch.optim.AdamW(self.params, lr=1e-4)
 
     def step(self) -> dict[str, float]:
@@ -179,7 +180,7 @@ class Twin:
 
         forward_calls()
         self.engine.wait()
-        loss = models.loss_of(self.module, self.device)
+        loss = shapes.loss_of(self.module, self.device)
         call("read .grad before", lambda: each(grad.__get__, self.params))
         loss.backward()
         gradient_calls()
@@ -230,7 +231,7 @@ def measure(name: str, make: Callable[[], nn.Module], device: torch.device, roun
 
 def main(arguments: Sequence[str] | None = None) -> int:
     def extend(parser: Any) -> None:
-        parser.add_argument("--models", default="", help=f"some of {','.join(models.names())}")
+        parser.add_argument("--models", default="", help=f"some of {','.join(shapes.names())}")
         parser.add_argument("--real-size", action="store_true")
         parser.add_argument("--rounds", type=int, default=0)
 
@@ -245,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     with one_process_group(s.device):
         for name in chosen:
-            measure(name, lambda name=name: models.build(name, real_size=s.extra.real_size), s.device, rounds, report)
+            measure(name, lambda name=name: shapes.build(name, real_size=s.extra.real_size), s.device, rounds, report)
     report.save(s.output, s.tag)
     return 0
 

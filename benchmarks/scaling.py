@@ -17,10 +17,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_mp
-from benchmarks import models
 from benchmarks.harness import Report, Settings, one_process_group, settings
-from ddp_mp import _C
-from ddp_mp.bench import Spread, collector_paused, now
+from ddp_mp import _C, shapes
+from ddp_mp.measure import Spread, collector_paused, now
 
 MIB, GIB = 2**20, 2**30
 
@@ -64,9 +63,9 @@ def models_of_many_parameters(s: Settings, rounds: int) -> Report:
     with one_process_group(s.device):
         for parameters in (50, 200) if s.quick else (100, 300, 1000, 3000, 10000):
             patching, stepping, plain = [], [], []
-            module = models.made_up(parameters, parameters * 64).to(s.device)
+            module = shapes.made_up(parameters, parameters * 64).to(s.device)
             ddp = DistributedDataParallel(module)
-            reference = DistributedDataParallel(models.made_up(parameters, parameters * 64).to(s.device).to(torch.bfloat16))
+            reference = DistributedDataParallel(shapes.made_up(parameters, parameters * 64).to(s.device).to(torch.bfloat16))
             for _ in range(max(2, rounds // 4)):
                 with collector_paused():  # its passes over everything else alive would be counted otherwise
                     begin = now()
@@ -78,7 +77,7 @@ def models_of_many_parameters(s: Settings, rounds: int) -> Report:
                 for i in range(rounds + 2):
                     for model, times in ((ddp, stepping), (reference, plain)):
                         begin = now()
-                        models.loss_of(model, s.device).backward()
+                        shapes.loss_of(model, s.device).backward()
                         taken = now() - begin
                         if i >= 2:
                             times.append(taken)

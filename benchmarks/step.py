@@ -27,8 +27,8 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import ddp_mp
 from benchmarks.harness import Report, bars, one_process_group, settings, synchronize
-from ddp_mp.bench import Spread, now, paired
 from ddp_mp.demo import GPT, silent_device_events
+from ddp_mp.measure import Spread, now, paired
 
 LOW = torch.bfloat16
 SIZES = {

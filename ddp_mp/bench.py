@@ -1,324 +1,224 @@
 """Host time of the hooks, PyTorch's and ours, on this machine: ``python -m ddp_mp bench``.
 
-Also the measuring itself, for whoever wants to time hooks: the clock that counts time inside hooks, the pairing of variants
-and the summary of what they gave.  ``benchmarks/harness.py`` in the sources says why it is done this way.
+Without further options a small GPT is trained.  ``--shapes NAME`` takes the parameters of a well-known architecture, and
+``--model package.module:callable`` the model that the callable returns: either with its own forward, on the arguments that
+``--input package.module:callable`` returns (a tuple: positional, a dict: by name, anything else: the only one), or a stand-in
+for it that has its modules and parameters and computes next to nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
+import importlib
 import logging
-import math
-import statistics
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel.distributed import _MixedPrecision
 
 import ddp_mp
 
-from .demo import GPT, show_table, silent_device_events
-from .passes import OutputHook
+from . import shapes
+from .demo import GPT, progress, show_table
+from .measure import KINDS, Spread, Variant, paired, total
+from .tensors import tensors_in
 
-now = time.perf_counter_ns
-#: Where hooks run: around the root module's forward, before other modules', and from the outputs' gradients on.
-KINDS = ("root", "wait", "backward")
-#: Time in hooks that is no bookkeeping: in collectives, whose length is the process group's.
-REDUCE = "reduce"
-
-
-# --- figures ---------------------------------------------------------------------------------------------------------
+Loss = Callable[[nn.Module], torch.Tensor]
+LAYERS, WIDTH = 12, 32
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Median and 10th to 90th percentile of some measurements, in whatever unit they had."""
-
-    median: float
-    p10: float
-    p90: float
-    count: int
-
-    @classmethod
-    def of(cls, values: Iterable[float], scale: float = 1.0) -> Spread:
-        """Of the values, each times ``scale``."""
-        ordered = sorted(v * scale for v in values)
-        if not ordered:
-            return cls(math.nan, math.nan, math.nan, 0)
-
-        def at(fraction: float) -> float:
-            return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))]
-
-        return cls(statistics.median(ordered), at(0.1), at(0.9), len(ordered))
-
-    def scaled(self, factor: float) -> Spread:
-        """The same in another unit."""
-        ends = sorted((self.p10 * factor, self.p90 * factor))
-        return Spread(self.median * factor, ends[0], ends[1], self.count)
-
-    def __str__(self) -> str:
-        return f"{number(self.median)} ({number(self.p10)}-{number(self.p90)})" if self.count else "-"
+class SpecError(Exception):
+    """An option that does not lead to a model or to its arguments; the text says why."""
 
 
-def number(value: float) -> str:
-    """Three significant digits, without an exponent."""
-    if not math.isfinite(value):
-        return "-"
-    digits = 0 if value == 0 else max(0, 2 - math.floor(math.log10(abs(value))))
-    return f"{value:.{min(digits, 3)}f}"
+# --- what is timed ---------------------------------------------------------------------------------------------------
 
 
-def paired(
-    variants: Mapping[str, Callable[[], Mapping[str, float]]], rounds: int, warmup: int = 2, repeat: int = 2
-) -> dict[str, dict[str, list[float]]]:
-    """Runs every variant in every round and keeps the last of ``repeat`` calls in a row: {variant: {measure: values}}.
+def resolve(option: str, spec: str) -> Callable[[], Any]:
+    """What ``package.module:callable`` names; SpecError by name."""
+    module_name, colon, path = spec.partition(":")
+    if not (module_name and colon and path):
+        raise SpecError(f"{option}: expected package.module:callable, found {spec!r}")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:
+        raise SpecError(f"{option}: cannot import {module_name!r}: {type(error).__name__}: {error}") from error
+    for name in path.split("."):
+        if not hasattr(found, name):
+            raise SpecError(f"{option}: {module_name!r} has no {path!r}")
+        found = getattr(found, name)
+    if not callable(found):
+        raise SpecError(f"{option}: {spec!r} is not callable, but of type {type(found).__name__}")
 
-    The calls before the last bring this variant's own objects to the state that they have in a training loop, after the
-    others have used the cache.  The order rotates, and the garbage collector runs between rounds and not within one.
-    """
-    names = list(variants)
-    for name in names:
-        for _ in range(warmup):
-            variants[name]()
-    values: dict[str, dict[str, list[float]]] = {name: {} for name in names}
-    with collector_paused():
-        for round_ in range(rounds):
-            shift = round_ % len(names) if names else 0
-            for name in names[shift:] + names[:shift]:
-                for _ in range(repeat):
-                    measured = variants[name]()
-                for measure, value in measured.items():
-                    values[name].setdefault(measure, []).append(value)
-            gc.collect(0)
-    return values
+    def call() -> Any:
+        try:
+            return found()
+        except Exception as error:
+            raise SpecError(f"{option}: {spec} raised {type(error).__name__}: {error}") from error
+
+    return call
+
+
+def module_of(spec: str) -> Callable[[], nn.Module]:
+    """What builds the user's model: the same weights at every call."""
+    build = resolve("--model", spec)
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        module = build()
+        if not isinstance(module, nn.Module):
+            raise SpecError(f"--model: expected {spec} to return a torch.nn.Module, found {type(module).__name__}")
+        if not any(p.requires_grad for p in module.parameters()):
+            raise SpecError(f"--model: {spec} returned a module without a parameter that is trained")
+        return module
+
+    return make
+
+
+def loss_on(spec: str, device: str) -> Loss:
+    """The mean square of everything that the model's own forward returns for the user's arguments."""
+    given = on_device(resolve("--input", spec)(), device)
+    args = given if isinstance(given, tuple) else () if isinstance(given, dict) else (given,)
+    kwargs = given if isinstance(given, dict) else {}
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        outputs = [t for t in tensors_in(model(*args, **kwargs)) if t.requires_grad]
+        if not outputs:
+            raise SpecError("--input: the forward returned no tensor with a gradient")
+        return torch.stack([t.float().square().mean() for t in outputs]).sum()
+
+    return loss
+
+
+def on_device(value: Any, device: str) -> Any:
+    """``value`` with the tensors of its tuples, lists and dicts on the device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if type(value) in (tuple, list):
+        return type(value)(on_device(v, device) for v in value)
+    return {k: on_device(v, device) for k, v in value.items()} if type(value) is dict else value
+
+
+def chosen(args: argparse.Namespace) -> tuple[str, Callable[[], nn.Module], Loss]:
+    """Name, model and loss that the options ask for."""
+    device = torch.device(args.device)
+    if args.shapes:
+        name = f"{args.shapes}, {'real' if args.real_size else 'tiny'} sizes"
+        return name, lambda: shapes.build(args.shapes, real_size=args.real_size), lambda m: shapes.loss_of(m, device)
+    if not args.model:
+        tokens = torch.randint(256, (1, 8), device=device)
+        width, layers = args.width or WIDTH, args.layers or LAYERS
+        name = f"a GPT of {layers} layers, {width} wide"
+        return name, lambda: GPT(width, layers, heads=2, tied=False), lambda m: m(tokens).float().square().mean()
+    make = module_of(args.model)
+    if args.input:
+        loss = loss_on(args.input, args.device)
+        try:
+            loss(make().to(device)).backward()
+        except SpecError:
+            raise
+        except Exception as error:
+            raise SpecError(f"--input: {args.model} on {args.input}: {type(error).__name__}: {error}") from error
+        return f"{args.model} on {args.input}", make, loss
+    original = make()
+    try:
+        shapes.stand_in(original)
+    except ValueError as error:
+        raise SpecError(f"--model: {args.model}: {error}") from error
+    name = f"a stand-in for {args.model}, {'real' if args.real_size else 'tiny'} sizes"
+    return name, lambda: shapes.stand_in(original, real_size=args.real_size), lambda m: shapes.loss_of(m, device)
+
+
+# --- timing it -------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def collector_paused() -> Iterator[None]:
-    """No garbage collection inside, whose length depends on everything else that is alive."""
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
+def process_group(device: str) -> Iterator[None]:
+    """Of this process alone."""
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        dist.destroy_process_group()
 
 
-# --- hooks -----------------------------------------------------------------------------------------------------------
-
-
-class HookClock:
-    """Host time spent inside the hooks of one model, by kind; time in a nested hook counts once, for the inner one.
-
-    ``watch`` makes a timed hook of a hook.  What the timing itself costs is measured once and taken off: the part inside
-    from the hook's own time, the part around it from that of the hook which called it.
-    """
-
-    def __init__(self) -> None:
-        self.spent: dict[str, int] = {}
-        self.calls: dict[str, int] = {}
-        self._inner: list[int] = []
-        self._around = 0
-        self.overhead = self._calibrate()
-
-    def watch(self, kind: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """``hook``, timed."""
-        spent, calls, inner = self.spent, self.calls, self._inner
-        spent.setdefault(kind, 0)
-        calls.setdefault(kind, 0)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            inner.append(0)
-            begin = now()
-            try:
-                return hook(*args, **kwargs)
-            finally:
-                taken = now() - begin
-                spent[kind] += taken - inner.pop()
-                calls[kind] += 1
-                if inner:
-                    inner[-1] += taken + self._around
-
-        return timed
-
-    def _calibrate(self) -> float:
-        count = 2000
-        timed = self.watch("calibration", lambda *_: None)
-        begin = now()
-        for _ in range(count):
-            timed(None)
-        everything = now() - begin
-        inside = self.spent.pop("calibration")
-        self._around = max(0, everything - inside) // count
-        return inside / self.calls.pop("calibration")
-
-    def reset(self) -> None:
-        """Starts from zero."""
-        for kind in self.spent:
-            self.spent[kind] = self.calls[kind] = 0
-
-    def read(self) -> dict[str, float]:
-        """Nanoseconds by kind since reset()."""
-        return {kind: max(0.0, spent - self.overhead * self.calls[kind]) for kind, spent in self.spent.items()}
-
-
-@contextlib.contextmanager
-def watched_registration(clock: HookClock) -> Iterator[None]:
-    """Communication hooks that are registered inside are timed."""
-    register = dist._register_comm_hook
-
-    def watching(reducer: Any, state: object, hook: Callable[..., Any]) -> None:
-        register(reducer, state, clock.watch("backward", hook))
-
-    dist._register_comm_hook = watching  # type: ignore[assignment]
+def variants_of(make: Callable[[], nn.Module], loss: Loss, device: str) -> tuple[dict[str, Variant], str]:
+    """The model on both kinds of hooks, and why PyTorch's are left out, if they are."""
+    policy = ddp_mp.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    variants, why = {}, ""
     try:
-        yield
-    finally:
-        dist._register_comm_hook = register
+        native = Variant("pytorch", make().to(device), loss, policy)
+        native.step()  # tied weights, for one, fail at the second gradient
+        variants["pytorch"] = native
+    except Exception as error:
+        sentence = (str(error).strip().splitlines() or [""])[0].split(". ")[0]
+        why = f"{type(error).__name__}: {sentence}"
+    variants["ddp_mp"] = Variant("ddp_mp", make().to(device), loss, policy)
+    return variants, why
 
 
-@contextlib.contextmanager
-def watched_step(clock: HookClock) -> Iterator[None]:
-    """Hooks put on a tensor inside, as on outputs, callbacks queued for the end of a backward, and collectives are timed."""
-    variable: Any = torch.autograd.Variable
-    tensor: Any = torch.Tensor
-    group: Any = dist.ProcessGroup
-    output_hook: Any = OutputHook
-    engine, register_hook = variable._execution_engine, tensor.register_hook
-    allreduce, on_output = group.allreduce, output_hook.__call__
-
-    def registering(self: torch.Tensor, hook: Callable[..., Any]) -> Any:
-        return register_hook(self, clock.watch("backward", hook))
-
-    class Watching:
-        def queue_callback(self, callback: Callable[[], None]) -> None:
-            engine.queue_callback(clock.watch("backward", callback))
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(engine, name)
-
-    variable._execution_engine, tensor.register_hook = Watching(), registering
-    group.allreduce, output_hook.__call__ = clock.watch(REDUCE, allreduce), clock.watch("backward", on_output)
-    try:
-        yield
-    finally:
-        variable._execution_engine, tensor.register_hook = engine, register_hook
-        group.allreduce, output_hook.__call__ = allreduce, on_output
-
-
-def watch_hooks(ddp: nn.Module, clock: HookClock) -> None:
-    """Replaces the hooks that now sit on a wrapped model and its parameters by timed ones."""
-
-    def replace(hooks: Any, kind: str) -> None:
-        for key, hook in list((hooks or {}).items()):
-            waits = getattr(hook, "__name__", "") == "_module_wait_for_copy_hook"
-            hooks[key] = clock.watch("wait" if waits else kind, hook)
-
-    for module in ddp.modules():
-        kind = "root" if module in (ddp, ddp.module) else "wait"
-        replace(module._forward_pre_hooks, kind)
-        replace(module._forward_hooks, kind)
-    for parameter in ddp.parameters():
-        replace(parameter._backward_hooks, "backward")
-        replace(getattr(parameter, "_post_accumulate_grad_hooks", None), "backward")
-
-
-class Variant:
-    """A model on one kind of hooks, and its training step.
-
-    Args:
-        how: ``"pytorch"`` or ``"ddp_mp"``.
-        module: what is trained; ``"pytorch"`` cannot train tied weights.
-        loss: the loss of the wrapped model.
-        policy: the precisions.
-    """
-
-    def __init__(self, how: str, module: nn.Module, loss: Callable[[nn.Module], torch.Tensor], policy: _MixedPrecision) -> None:
-        self.how, self.loss, self.clock = how, loss, HookClock()
-        self.ddp = self._wrap(module, policy)
-        self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=1e-4)
-        # PyTorch's first gradients are uninitialised memory: they never reach the optimizer.
-        self.step(optimize=False)
-
-    def _wrap(self, module: nn.Module, policy: _MixedPrecision) -> DistributedDataParallel:
-        if self.how == "ddp_mp":
-            with watched_registration(self.clock):
-                ddp = ddp_mp.patch(DistributedDataParallel(module), mixed_precision=policy)
-        else:
-            with self._events(), watched_registration(self.clock):
-                ddp = DistributedDataParallel(module, mixed_precision=policy)
-            fire: Any = ddp._fire_reducer_autograd_hook
-            ddp._fire_reducer_autograd_hook = self.clock.watch("backward", fire)  # type: ignore[method-assign]
-        watch_hooks(ddp, self.clock)
-        return ddp
-
-    def _events(self) -> contextlib.AbstractContextManager[None]:
-        return silent_device_events() if self.how == "pytorch" else contextlib.nullcontext()
-
-    def step(self, optimize: bool = True) -> dict[str, float]:
-        """One training step; nanoseconds in hooks by kind."""
-        self.clock.reset()
-        with self._events(), watched_step(self.clock):
-            self.loss(self.ddp).backward()
-        if optimize:
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-        return self.clock.read()
-
-
-def total(measured: Mapping[str, Sequence[float]]) -> list[float]:
-    """The sum over all kinds of hooks, without collectives, round by round."""
-    return [sum(parts) for parts in zip(*(measured[kind] for kind in KINDS if kind in measured), strict=True)]
-
-
-# --- the command -----------------------------------------------------------------------------------------------------
+def parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options; exits with status 2 for ones that contradict each other."""
+    parser = argparse.ArgumentParser(prog="python -m ddp_mp bench", description=(__doc__ or "").splitlines()[0])
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--model", metavar="MODULE:CALLABLE", help="what returns your model")
+    what.add_argument("--shapes", choices=shapes.names(), metavar="NAME", help=f"one of {', '.join(shapes.names())}")
+    parser.add_argument("--input", metavar="MODULE:CALLABLE", help="what returns your model's arguments: runs its own forward")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--tiny", action="store_true", help="cut shapes, so that host time is all there is (the default)")
+    size.add_argument("--real-size", action="store_true", help="parameters as large as they are")
+    parser.add_argument("--layers", type=int, help=f"layers of the GPT, 12 parameters each (default {LAYERS})")
+    parser.add_argument("--width", type=int, help=f"its width, a multiple of 2: small ones leave only host time ({WIDTH})")
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    args = parser.parse_args(list(arguments))
+    if args.rounds < 1 or (args.layers or 1) < 1 or args.layers == 0:
+        parser.error("--layers and --rounds must be at least 1")
+    if args.width is not None and (args.width < 2 or args.width % 2):
+        parser.error("--width must be a positive multiple of 2")
+    if (args.model or args.shapes) and (args.layers or args.width):
+        parser.error("--layers and --width are those of the GPT: not with --model or --shapes")
+    if args.input and not args.model:
+        parser.error("--input needs --model")
+    if (args.tiny or args.real_size) and (args.input or not (args.model or args.shapes)):
+        parser.error("--tiny and --real-size need --shapes, or --model without --input")
+    return args
 
 
 def main(arguments: Sequence[str] = ()) -> int:
     """``python -m ddp_mp bench``; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m ddp_mp bench", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--layers", type=int, default=12, help="transformer layers of the model, 12 parameters each")
-    parser.add_argument("--width", type=int, default=32, help="its width, a multiple of 2: small ones leave only host time")
-    parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    args = parser.parse_args(list(arguments))
-    if args.layers < 1 or args.rounds < 1 or args.width < 2 or args.width % 2:
-        parser.error("--layers and --rounds must be at least 1, --width a positive multiple of 2")
-
+    args = parsed(arguments)
     torch.set_num_threads(1)
     logging.getLogger("torch.nn.parallel.distributed").setLevel(logging.ERROR)
-    tokens = torch.randint(256, (1, 8), device=args.device)
-    policy = ddp_mp.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    store = HashStore()
-    dist.init_process_group("nccl" if args.device == "cuda" else "gloo", store=store, rank=0, world_size=1)
+
+    def shown(rounds: range) -> Any:
+        return progress(rounds, visible=sys.stderr.isatty(), unit="round")
+
     try:
-        variants = {}
-        for how in ("pytorch", "ddp_mp"):
-            module = GPT(args.width, args.layers, heads=2, tied=False).to(args.device)
-            variants[how] = Variant(how, module, lambda ddp: ddp(tokens).float().square().mean(), policy)
-        count = len(list(variants["ddp_mp"].ddp.parameters()))
-        values = paired({how: v.step for how, v in variants.items()}, args.rounds)
-    finally:
-        dist.destroy_process_group()
+        name, make, loss = chosen(args)
+        with process_group(args.device):
+            variants, why = variants_of(make, loss, args.device)
+            parameters = list(variants["ddp_mp"].ddp.parameters())
+            values = paired({how: v.step for how, v in variants.items()}, args.rounds, progress=shown)
+    except SpecError as error:
+        print(f"python -m ddp_mp bench: error: {error}", file=sys.stderr)
+        return 2
 
     rows = []
     for how, measured in values.items():
         kinds = [str(Spread.of(measured.get(kind, []), 1e-3)) for kind in KINDS]
         sums = Spread.of(total(measured), 1e-3)
-        rows.append((how, *kinds, str(sums), str(sums.scaled(1 / count))))
-    title = f"host time in hooks, us a step; {count} parameters, {args.device}, median (p10-p90)"
+        rows.append((how, *kinds, str(sums), str(sums.scaled(1 / len(parameters)))))
+    title = f"{name}: host time in hooks, us a step; {len(parameters)} parameters, {args.device}, median (p10-p90)"
     show_table(title, ("", *KINDS, "sum", "a parameter"), rows)
+    if why:
+        print(f"PyTorch's own hooks cannot train this model: {why}")
+        return 0
     ratio = Spread.of(a / b for a, b in zip(total(values["pytorch"]), total(values["ddp_mp"]), strict=True))
     print(f"PyTorch's hooks take {ratio} times as long as ddp_mp's.")
     if args.device == "cpu":

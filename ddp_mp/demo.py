@@ -240,12 +240,12 @@ def installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def progress(steps: int, visible: bool) -> Any:
+def progress(steps: range, visible: bool, unit: str = "step") -> Any:
     if visible and installed("tqdm"):
         from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
-        return tqdm(range(steps), unit="step", dynamic_ncols=True)
-    return range(steps)
+        return tqdm(steps, unit=unit, dynamic_ncols=True)
+    return steps
 
 
 def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], align: Align = "right") -> None:
@@ -371,7 +371,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     train, held_out = read_text()
     runs = contenders(args.steps)
     begin = time.perf_counter()
-    steps = progress(args.steps, visible=rank == 0)
+    steps = progress(range(args.steps), visible=rank == 0)
     for step in steps:
         batch = batch_of(train, seed=step * ranks + rank)
         for run in runs if step % 2 == 0 else reversed(runs):

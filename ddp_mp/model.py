@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ from .reducer import Reducer
 from .standin import LoggerStandIn, ReducerStandIn
 from .waits import Waits
 from .weak import weakly
+
+# The property itself: a loop over many frozen parameters then runs in C.
+_requires_grad: Callable[[torch.Tensor], bool] = vars(torch._C.TensorBase)["requires_grad"].__get__
 
 
 class PatchedModel:
@@ -192,9 +196,7 @@ class PatchedModel:
 
         Returns whether the parameters are to be cast: not while plain tensors stand in for them (``functional_call``).
         """
-        thawed = False
-        for param in self._frozen:
-            thawed |= param.requires_grad
+        thawed = any(map(_requires_grad, self._frozen))
         if not (replaced or self.dirty or thawed):
             return True
         ddp = self._ddp()

@@ -68,6 +68,8 @@ class Reducer:
         self._out_of_step = False  # a round failed on this rank: other ranks may have gone on
         self._pending: list[Any] = []
         self._of_source: list[tuple[Source, list[Bucket]]] = self._watch()
+        # of each bucket, looked up once: what is told that it is launched, and its number there
+        self._launched = [(self._source_of(bucket).set_launched, getattr(bucket, "local", 0)) for bucket in self.buckets]
         self._hooked: list[tuple[Any, int]] = []  # parameters, and the identity of the tensor inside
         self._handles: list[Any] = []
         for source, buckets in self._of_source:
@@ -192,16 +194,19 @@ class Reducer:
         """
         used = None
         complete = False
-        if sync:
+        if sync and self._next == len(self.buckets) and not self.any_unused:
+            complete = True  # every bucket was complete and is launched: nothing is missing, nothing can be unused
+        elif sync:
             complete = self.any_unused or not self._missing()
             if complete:
                 while self._next < len(self.buckets):
                     self._launch()
             used = self._used() if complete else None
         launched = self._settle(used)
-        for bucket in self.buckets:
-            if bucket.index not in launched:
-                bucket.keep_local()
+        if len(launched) < len(self.buckets):
+            for bucket in self.buckets:
+                if bucket.index not in launched:
+                    bucket.keep_local()
         for source, _ in self._of_source:
             source.end()
         if complete or not self.open:
@@ -285,10 +290,11 @@ class Reducer:
         with span("ddp_mp::reduce"):
             buffer = bucket.contribution(bucket.reduce_dtype, before)
             self._pending.append((self.comm.reduce(bucket, buffer, last), after))
-        self._source_of(bucket).set_launched(getattr(bucket, "local", 0))
+        set_launched, local = self._launched[self._next]
+        set_launched(local)
         self._next += 1
         self.reductions += 1
-        self.bytes_reduced += buffer.numel() * buffer.element_size()
+        self.bytes_reduced += buffer.nbytes
 
     def _settle(self, used: dict[int, bytes] | None) -> set[int]:
         done = set()

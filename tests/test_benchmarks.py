@@ -7,10 +7,13 @@ import sys
 
 import pytest
 
+from ddp_mp import shapes
+
 ROOT = pathlib.Path(__file__).parents[1]
 #: Result files of each benchmark, and a column that each must have filled with a spread.
 RESULTS = {
     "hooks": {"hooks": "sum us/param"},
+    "parts": {"parts": None},
     "step": {"step": "step ms"},
     "cast": {"cast": "ddp_mp", "cast-model": "ddp_mp"},
     "memory": {"memory": None},
@@ -37,16 +40,28 @@ def test_benchmark_quick_run_writes_results(name, tmp_path):
         assert content["machine"]["processor"] in text
 
 
+@pytest.mark.slow
+def test_parts_twin_and_ours_cover_every_call(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.parts", "--quick", "--rounds", "1", "--output", str(tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stderr[-4000:]
+    rows = {row["part"]: row for row in json.loads((tmp_path / "parts.json").read_text())["rows"]}
+    # what the model does in every step takes time, and the sum is that of its rows
+    timed = [row for part, row in rows.items() if part not in ("root hook", "all bookkeeping", "all-reduce, in no sum")]
+    assert all(row["us a step"]["median"] > 0 for part, row in rows.items() if part != "root hook: wait for the casts")
+    assert sum(row["us a step"]["median"] for row in timed) == pytest.approx(rows["all bookkeeping"]["us a step"]["median"])
+    for row in timed:
+        assert (row["floor ns"] is None) == (row["hot ns"] is None)
+    floors = [row["floor ns"]["median"] for row in timed if row["floor ns"]]
+    assert len(floors) == 5
+    assert sum(floors) == pytest.approx(rows["all bookkeeping"]["floor ns"]["median"])
+
+
 def test_models_every_list_gives_the_parameters_it_promises():
-    sys.path.insert(0, str(ROOT))
-    try:
-        from benchmarks import models
-    finally:
-        sys.path.remove(str(ROOT))
-    assert len(models.names()) >= 10
-    for name in models.names():
-        model = models.build(name, tied=True)
-        assert len(list(model.parameters())) == models.load(name)["parameters"], name
+    assert len(shapes.names()) >= 10
+    for name in shapes.names():
+        model = shapes.build(name, tied=True)
+        assert len(list(model.parameters())) == shapes.load(name)["parameters"], name
         loss = model(next(model.parameters()).new_zeros(())).sum()
         loss.backward()
         assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters()), name

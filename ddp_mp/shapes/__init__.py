@@ -1,4 +1,4 @@
-"""Models with the parameters of real architectures, built from the lists in ``shapes/``.
+"""Models with the parameters of real architectures, built from the lists in this folder, or after a model of the user's.
 
 Each list is the module tree that a published architecture has in the ``transformers`` library at its usual size:
 kinds, names and shapes, no weights.  A node is ``{"kind", "parameters": {name: shape or "=twin"}, "children": {...}}``;
@@ -19,21 +19,24 @@ from typing import Any
 import torch
 from torch import nn
 
-FOLDER = pathlib.Path(__file__).parent / "shapes"
+FOLDER = pathlib.Path(__file__).parent
 #: Modules that hold others and are never called themselves.
 CONTAINERS = {"ModuleList", "ModuleDict", "ParameterList", "ParameterDict"}
 
 
 def names() -> list[str]:
+    """Of the lists."""
     return sorted(f.stem for f in FOLDER.glob("*.json"))
 
 
 def load(name: str) -> dict[str, Any]:
+    """One list, as it is stored."""
     content: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
     return content
 
 
 def expanded(children: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and node of every child, ``"0-11"`` twelve times."""
     for key, node in children.items():
         first, dash, last = key.partition("-")
         if dash and first.isdigit() and last.isdigit():
@@ -50,6 +53,7 @@ class Node(nn.Module):
         self.kind = kind
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` plus an element of every parameter below."""
         for parameter in self._parameters.values():
             if parameter is not None:
                 # Two reads of one element: cheap, and its gradient is as large as the parameter.
@@ -59,10 +63,12 @@ class Node(nn.Module):
         return x
 
     def extra_repr(self) -> str:
+        """The kind."""
         return self.kind
 
 
 def called(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules that a call of this one calls."""
     for child in module.children():
         if isinstance(child, Node) and child.kind in CONTAINERS:
             yield from called(child)
@@ -113,6 +119,42 @@ def made_up(parameters: int, elements: int, per_module: int = 2) -> nn.Module:
     return root
 
 
+def stand_in(module: nn.Module, *, real_size: bool = False, divisor: int = 48, at_most: int = 64) -> nn.Module:
+    """A model with the modules of another one, and with parameters of its names, shapes, types and ties.
+
+    Only what the other one is made of is looked at, so that it may be on the meta device.
+    """
+    twins: dict[int, nn.Parameter] = {}
+    modules: dict[int, Node] = {}
+
+    def parameter_like(name: str, original: nn.Parameter) -> nn.Parameter:
+        if isinstance(original, nn.parameter.UninitializedParameter):
+            raise ValueError(f"parameter {name!r} has no shape yet: run a forward of the model before it is returned")
+        if original.is_complex() or original.layout is not torch.strided:
+            kind = original.dtype if original.is_complex() else original.layout
+            raise ValueError(f"parameter {name!r} is {kind}: such a model can only be timed with its own forward")
+        sides = list(original.shape) if real_size else tiny(list(original.shape), divisor, at_most)
+        value = torch.zeros(sides, dtype=original.dtype)
+        return nn.Parameter(value, requires_grad=original.requires_grad)
+
+    def make(original: nn.Module, path: str) -> Node:
+        if id(original) in modules:
+            return modules[id(original)]
+        holds_modules = isinstance(original, (nn.ModuleList, nn.ModuleDict))
+        # whatever the user's class is called: only what holds modules is not called, a list of parameters is
+        node = modules[id(original)] = Node("ModuleList" if holds_modules else "Module")
+        for key, parameter in original._parameters.items():
+            if parameter is not None and id(parameter) not in twins:
+                twins[id(parameter)] = parameter_like(f"{path}{key}", parameter)
+            node.register_parameter(key, None if parameter is None else twins[id(parameter)])
+        for key, child in original.named_children():
+            node.add_module(key, make(child, f"{path}{key}."))
+        return node
+
+    return make(module, "")
+
+
 def loss_of(model: nn.Module, device: torch.device) -> torch.Tensor:
+    """Of a model of this file: something to call ``backward()`` of."""
     out: torch.Tensor = model(torch.zeros((), device=device))
     return out.float().sum()
