@@ -55,9 +55,15 @@ def single(s: Settings, sizes: Sequence[int], rounds: int) -> Report:
                 cast=f"{str(source)[6:]} to {str(target)[6:]}",
                 size=f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB",
                 **{k: Spread.of(v["GB/s"]) for k, v in values.items()},
+                **{"x copy_": times(values)},
             )
             check(src, dst)
     return report
+
+
+def times(values: dict[str, dict[str, list[float]]], peer: str = "copy_") -> Spread:
+    """How many times as fast as a peer ours is, round by round."""
+    return Spread.of(a / b for a, b in zip(values["ddp_mp"]["GB/s"], values[peer]["GB/s"], strict=True))
 
 
 def check(src: torch.Tensor, dst: torch.Tensor) -> None:
@@ -98,6 +104,7 @@ def whole(s: Settings, names: Sequence[str], rounds: int) -> Report:
             parameters=len(sources),
             elements=sum(p.numel() for p in sources),
             **{k: Spread.of(v["GB/s"]) for k, v in values.items()},
+            **{"x foreach": times(values, "foreach")},
         )
     return report
 
@@ -109,12 +116,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     s = settings(__doc__, arguments, extend)
     cuda = s.device.type == "cuda"
-    sizes = [64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 512 * MIB, *([2048 * MIB] if cuda else [])]
+    sizes = [
+        4 * KIB,
+        16 * KIB,
+        64 * KIB,
+        256 * KIB,
+        MIB,
+        4 * MIB,
+        16 * MIB,
+        64 * MIB,
+        512 * MIB,
+        *([2048 * MIB] if cuda else []),
+    ]
     rounds = s.extra.rounds or (3 if s.quick else 15)
     everyday = ["resnet50", "vit_base", "gpt2", *(["gpt2_xl", "llama3_8b"] if cuda else [])]
     chosen = s.extra.models.split(",") if s.extra.models else (["resnet50"] if s.quick else everyday)
     with torch.no_grad():
-        report = single(s, [64 * KIB, MIB] if s.quick else sizes, rounds)
+        report = single(s, [4 * KIB, MIB] if s.quick else sizes, rounds)
         report.save(s.output, s.tag)
         for source, target in PAIRS:
             name = f"{str(source)[6:]} to {str(target)[6:]}"

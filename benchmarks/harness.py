@@ -169,8 +169,23 @@ def shown(cell: Any) -> str:
     return str(cell)
 
 
+#: A variant has the same colour in every picture; peers that are limits are grey.
+COLORS = {
+    "ddp_mp": "tab:orange",
+    "pytorch": "tab:blue",
+    "copy_": "tab:blue",
+    "python": "tab:cyan",
+    "foreach": "tab:cyan",
+    "autocast": "tab:green",
+    "replicate": "tab:purple",
+    "bf16": "0.55",
+    "fp32": "0.8",
+    "plain copy": "0.8",
+}
+
+
 def bars(report: Report, path: pathlib.Path, label: str, series: Sequence[str], unit: str, log: bool = False) -> None:
-    """One group of bars a row, with the spread as error bars.  Nothing is drawn where matplotlib is missing."""
+    """One group of bars a row, with its value and the spread as error bars.  Nothing is drawn where matplotlib is missing."""
     try:
         import matplotlib
     except ImportError:
@@ -186,20 +201,28 @@ def bars(report: Report, path: pathlib.Path, label: str, series: Sequence[str], 
     for i, name in enumerate(series):
         cells = [row.get(name) for row in rows]
         spreads = [c if isinstance(c, Spread) else Spread(math.nan, math.nan, math.nan, 0) for c in cells]
-        axes.bar(
+        drawn = axes.bar(
             [x + (i - (len(series) - 1) / 2) * width for x in range(len(rows))],
             [s.median for s in spreads],
             width,
             label=name,
+            color=COLORS.get(name),
             yerr=[[max(0, s.median - s.p10) for s in spreads], [max(0, s.p90 - s.median) for s in spreads]],
-            error_kw={"linewidth": 0.8},
+            error_kw={"linewidth": 0.8, "ecolor": "0.3"},
         )
-    axes.set_xticks(range(len(rows)), [str(row[label]) for row in rows], rotation=30, ha="right")
+        texts = [number(s.median) if s.count else "" for s in spreads]
+        axes.bar_label(drawn, texts, label_type="center", rotation=90, fontsize=6)
+    names = [str(row[label]) for row in rows]
+    turned: dict[str, Any] = {"rotation": 30, "ha": "right"} if max(map(len, names)) > 8 else {}
+    axes.set_xticks(range(len(rows)), names, **turned)
     axes.set_ylabel(unit)
-    if log:
+    if log:  # bars need a bottom: the power of ten below them all
+        lowest = min(s.p10 for row in rows for s in map(row.get, series) if isinstance(s, Spread) and s.p10 > 0)
         axes.set_yscale("log")
-    axes.set_title(report.title, fontsize=10)
-    axes.legend(fontsize=8)
+        axes.set_ylim(bottom=10 ** math.floor(math.log10(lowest)))
+        axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_title(report.title, fontsize=10, loc="left")
+    figure.legend(fontsize=8, ncols=len(series), loc="outside lower center", frameon=False)
     axes.grid(axis="y", alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

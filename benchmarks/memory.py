@@ -3,9 +3,10 @@
     python -m benchmarks.memory [--model gpt2] [--quick]
 
 Each variant trains in a process of its own, because an allocator's memory outlives what asked for it.  On a CPU the
-figures are the growth of the process (resident memory, read between the phases of a step and as its peak, the highest
-seen over the steps); on a GPU they are what PyTorch's allocator has given out.  Everything is counted in bytes of the fp32
-parameters: 1.0 is one full-precision copy of the model.
+figures are the growth of the process: resident memory, read between the phases of a step and as its peak, the highest
+seen over the steps; the allocator keeps some of what it was given back.  On a GPU they are what PyTorch's allocator has
+given out.  Everything is counted in bytes of the fp32 parameters: 1.0 is one full-precision copy of the model.
+``copies`` are the low-precision copies that are left after a backward.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ddp_mp import shapes
 from ddp_mp.demo import silent_device_events
 
 VARIANTS = ("fp32", "bf16", "pytorch", "ddp_mp")
-PHASES = ("built", "forward", "backward", "optimizer", "peak")
+PHASES = ("built", "forward", "backward", "optimizer", "peak", "copies")
 
 
 def resident() -> int:
@@ -39,6 +40,14 @@ def resident() -> int:
 
 def reader(device: torch.device) -> Callable[[], int]:
     return resident if device.type == "cpu" else lambda: torch.cuda.memory_allocated(device)
+
+
+def copies_held(variant: str, ddp: DistributedDataParallel) -> int:
+    """Bytes of low-precision copies of parameters, beside the masters."""
+    if variant == "ddp_mp":
+        return ddp_mp.stats(ddp).low_bytes
+    lows = [getattr(p, "_mp_param", None) for p in ddp.parameters()]
+    return sum(low.untyped_storage().size() for low in lows if low is not None)
 
 
 def train(variant: str, name: str, real_size: bool, device_name: str, steps: int, answer: Any) -> None:
@@ -75,6 +84,7 @@ def train(variant: str, name: str, real_size: bool, device_name: str, steps: int
             after_forward = read() - start
             loss.backward()
             after_backward = read() - start
+            seen["copies"] = copies_held(variant, ddp)
             if step:
                 optimizer.step()
             optimizer.zero_grad()
@@ -93,7 +103,7 @@ def train(variant: str, name: str, real_size: bool, device_name: str, steps: int
 
 def main(arguments: Sequence[str] | None = None) -> int:
     def extend(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--model", default="vit_base", choices=shapes.names())
+        parser.add_argument("--model", default="gpt2", choices=shapes.names())
 
     s = settings(__doc__, arguments, extend)
     if s.device.type == "cpu" and not os.path.exists("/proc/self/statm"):

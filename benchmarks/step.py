@@ -11,6 +11,8 @@ autocast         plain DDP under ``torch.autocast``: casts weights in every forw
 pytorch          DDP's own mixed precision (on a CPU with device events that do nothing)
 replicate        FSDP's replicate, with its mixed-precision policy
 ddp_mp           DDP patched by ddp_mp
+alone            the bfloat16 model without DDP
+floor            no DDP: only casts, switches of ``.data`` and gradients handed over, in a few calls that check nothing
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import repeat
 
 import torch
 from torch import nn
@@ -27,6 +31,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import ddp_mp
 from benchmarks.harness import Report, bars, one_process_group, settings, synchronize
+from ddp_mp import _C
 from ddp_mp.demo import GPT, silent_device_events
 from ddp_mp.measure import Spread, now, paired
 
@@ -50,6 +55,40 @@ def replicated(module: nn.Module, device: torch.device) -> nn.Module:
     return replicate(module, mesh=mesh, mp_policy=policy)
 
 
+class Bare(nn.Module):
+    """Mixed precision by ``.data`` switches with nothing around them: no wrapper, no checks, no memory given back."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.params = list(module.parameters())
+        numels = [p.numel() for p in self.params]
+        self.engine = _C.Engine(self.params, [str(i) for i in range(len(numels))], [], "bfloat16", 2**20, 25 * 2**20)
+        device = self.params[0].device
+        arenas = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _, _, nbytes in self.engine.buckets]
+        lows = [
+            arenas[b][o : o + 2 * p.numel()].view(LOW).view(p.shape)
+            for p, (b, o) in zip(self.params, self.engine.rows, strict=True)
+        ]
+        self.engine.bind([p.data for p in self.params], lows, arenas)
+        self.full = [torch.empty_like(p) for p in self.params]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.engine.cast()
+        self.engine.wait()
+        self.engine.lower()
+        out: torch.Tensor = self.module(x)
+        out.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(self.hand_over))
+        return out
+
+    def hand_over(self) -> None:
+        grad = torch._C.TensorBase.grad
+        torch._foreach_copy_(self.full, list(map(grad.__get__, self.params)))
+        deque(map(grad.__set__, self.params, repeat(None)), maxlen=0)
+        self.engine.restore()
+        deque(map(grad.__set__, self.params, self.full), maxlen=0)
+
+
 def variants(size: dict[str, int], device: torch.device) -> dict[str, tuple[Callable[[], nn.Module], Callable]]:
     def module() -> nn.Module:
         torch.manual_seed(0)
@@ -69,6 +108,8 @@ def variants(size: dict[str, int], device: torch.device) -> dict[str, tuple[Call
         "pytorch": (native, silent_device_events),
         "replicate": (lambda: replicated(module(), device), nothing),
         "ddp_mp": (lambda: ddp_mp.patch(DistributedDataParallel(module()), mixed_precision=policy), nothing),
+        "alone": (lambda: module().to(LOW), nothing),
+        "floor": (lambda: Bare(module()), nothing),
     }
 
 
@@ -120,23 +161,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     continue
                 steps[name] = step
             values = paired(steps, rounds, repeat=1)
-            floor = values.get("bf16", {}).get("step")
+            plain = values.get("bf16", {})
             for name, measured in values.items():
-                # Round by round: a slow moment of the machine is in both.
-                ratio = Spread.of(a / b for a, b in zip(measured["step"], floor, strict=True)) if floor else None
-                report.add(
-                    size=size,
-                    variant=name,
-                    **{f"{part} ms": Spread.of(measured[part], 1e-6) for part in ("forward", "backward", "optimizer")},
-                    **{"step ms": Spread.of(measured["step"], 1e-6), "x bf16": ratio},
-                )
+                cells: dict[str, Spread | None] = {}
+                for part in ("forward", "backward", "optimizer", "step"):
+                    cells[f"{part} ms"] = Spread.of(measured[part], 1e-6)
+                    if plain and part != "optimizer":  # round by round: a slow moment of the machine is in both
+                        cells[f"{part} x bf16"] = Spread.of(a / b for a, b in zip(measured[part], plain[part], strict=True))
+                report.add(size=size, variant=name, **cells)
     report.save(s.output, s.tag)
-    wide = Report("step", report.title, s.device, {})
+    wide = Report("step", f"{report.title}, in steps of plain bf16 DDP", s.device, {})
     for row in report.rows:
         if not wide.rows or wide.rows[-1]["size"] != row["size"]:
             wide.add(size=row["size"])
-        wide.rows[-1][row["variant"]] = row["step ms"]
-    bars(wide, s.picture("step"), "size", ["fp32", "bf16", "autocast", "pytorch", "replicate", "ddp_mp"], "ms", log=True)
+        wide.rows[-1][row["variant"]] = row.get("step x bf16")
+    bars(wide, s.picture("step"), "size", ["fp32", "bf16", "autocast", "pytorch", "replicate", "ddp_mp"], "times")
     return 0
 
 
