@@ -37,9 +37,9 @@ from ddp_mp.measure import Spread, now, paired
 
 LOW = torch.bfloat16
 SIZES = {
-    "host": {"width": 32, "layers": 12, "heads": 2, "batch": 1, "length": 8},
-    "compute": {"width": 256, "layers": 6, "heads": 4, "batch": 4, "length": 64},
-    "device": {"width": 1024, "layers": 12, "heads": 16, "batch": 16, "length": 128},
+    "host": {"width": 32, "layers": 12, "heads": 2, "batch": 1, "length": 8, "rounds": 240},
+    "compute": {"width": 256, "layers": 6, "heads": 4, "batch": 4, "length": 64, "rounds": 80},
+    "device": {"width": 1024, "layers": 12, "heads": 16, "batch": 16, "length": 128, "rounds": 60},
 }
 
 
@@ -144,8 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     s = settings(__doc__, arguments, extend)
     cuda = s.device.type == "cuda"
     usual = "host" if s.quick else "host,compute,device" if cuda else "host,compute"
-    rounds = s.extra.rounds or (3 if s.quick else 60)
-    report = Report("step", "time of a training step", s.device, {"rounds": rounds})
+    report = Report("step", "time of a training step", s.device, {"sizes": SIZES})
     with one_process_group(s.device):
         for size in (s.extra.sizes or usual).split(","):
             config = SIZES[size]
@@ -160,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     report.notes.append(f"{size}, {name}: {type(error).__name__}: {str(error).splitlines()[0][:120]}")
                     continue
                 steps[name] = step
-            values = paired(steps, rounds, repeat=1)
+            values = paired(steps, s.extra.rounds or (3 if s.quick else config["rounds"]), repeat=1)
             plain = values.get("bf16", {})
             for name, measured in values.items():
                 cells: dict[str, Spread | None] = {}
