@@ -164,7 +164,8 @@ def variants_of(make: Callable[[], nn.Module], loss: Loss, device: str) -> tuple
 
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     """The options; exits with status 2 for ones that contradict each other."""
-    parser = argparse.ArgumentParser(prog="python -m ddp_mp bench", description=(__doc__ or "").splitlines()[0])
+    text = "Host time of the hooks, PyTorch's and ours, on this machine: a small GPT's, an architecture's or your model's."
+    parser = argparse.ArgumentParser(prog="python -m ddp_mp bench", description=text)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--model", metavar="MODULE:CALLABLE", help="what returns your model")
     what.add_argument("--shapes", choices=shapes.names(), metavar="NAME", help=f"one of {', '.join(shapes.names())}")
