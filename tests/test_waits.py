@@ -115,7 +115,7 @@ def test_wait_covers_copies_that_a_second_backward_needs_again(rank: Rank) -> No
     for seed in range(3):
         xs = rank.inputs(vectors(), seed)
         loss = mean_square(trial.ddp, xs[0])
-        with mock.patch.object(backward, "_graph_is_kept", lambda: False):
+        with mock.patch.object(backward, "_graph_is_kept", return_value=False):
             loss.backward(retain_graph=True)
         trial.ddp.zero_grad()
         assert ddp_mp.stats(trial.ddp).low_bytes == 0
