@@ -31,7 +31,7 @@ PYTEST = mkdir -p build/tmp && tmp=$$(mktemp -d build/tmp/pytest-XXXXXX) && trap
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup dev demo test check sanitize mutate soak fuzz peers bench gpu wheel clean distclean
+.PHONY: help setup dev demo test check docs sanitize mutate soak fuzz peers bench gpu wheel clean distclean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-10s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,6 +65,14 @@ check: $(BUILT) ## format, lint, types and the fast tests
 	$(VENV)/bin/ruff format --no-cache --check .
 	$(VENV)/bin/mypy --strict --cache-dir $(XDG_CACHE_HOME)/mypy ddp_mp
 	@$(PYTEST) -m "not slow" tests
+
+$(VENV)/.stamp-docs: docs/requirements.txt $(DEPS)
+	$(PIP_INSTALL) --requirement requirements-dev.txt --requirement docs/requirements.txt
+	@touch $@
+
+docs: $(BUILT) $(VENV)/.stamp-docs ## build the documentation into build/docs, warnings as errors
+	$(PY) -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/docs
+	@echo build/docs/index.html
 
 sanitize: $(BUILT) ## run the tests with AddressSanitizer and UndefinedBehaviorSanitizer in all C code
 	PYTHON=$(PY) scripts/sanitize.sh $(PYTEST_ARGS)

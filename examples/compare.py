@@ -1,19 +1,24 @@
 """Everyday training on PyTorch's own mixed-precision hooks and on ddp_mp, case by case: what each of them does.
 
-    python examples/compare.py
+    python examples/compare.py                      # every case that one process can show
+    python examples/compare.py --list
+    python examples/compare.py --only tied_weights
+    torchrun --standalone --nproc-per-node=2 examples/compare.py --only large_float16_gradients
 
-One process, on the CPU.  PyTorch's hooks need an accelerator's events, so on a CPU build they get events that do
-nothing; every other line that runs is PyTorch's own.  The first-iteration defect would hide most others, so most cases
-run one training step beforehand, whose gradients are thrown away.
+On the CPU.  PyTorch's hooks need an accelerator's events, so on a CPU build they get events that do nothing; every other line
+that runs is PyTorch's own.  The first-iteration defect would hide most others, so most cases run one training step
+beforehand, whose gradients are thrown away.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
 import logging
+import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,7 +30,8 @@ from torch.nn.parallel.distributed import _MixedPrecision
 import ddp_mp
 from ddp_mp.demo import show_table, silent_device_events
 
-BF16 = torch.bfloat16
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+Precision = tuple[torch.dtype, torch.dtype, torch.dtype | None]  # of parameters, reduction, buffers
 Wrap = Callable[..., DistributedDataParallel]
 
 
@@ -46,7 +52,8 @@ def warmed_up(ddp: DistributedDataParallel, *inputs: torch.Tensor) -> Distribute
     return ddp
 
 
-def first_gradient(wrap: Wrap) -> str:
+def first_gradients(wrap: Wrap) -> str:
+    """the gradients of the first step"""
     module = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
     ddp = wrap(module)
     ddp(torch.ones(1, 64)).sum().backward()
@@ -61,6 +68,8 @@ def first_gradient(wrap: Wrap) -> str:
 
 
 def tied_weights(wrap: Wrap) -> str:
+    """one weight in two layers"""
+
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -76,7 +85,8 @@ def tied_weights(wrap: Wrap) -> str:
     return sees("gradient", module.a.weight.grad.item(), 1.0)
 
 
-def accumulation(wrap: Wrap) -> str:
+def no_sync(wrap: Wrap) -> str:
+    """gradient accumulation under no_sync"""
     module = one(0.5)
     ddp = warmed_up(wrap(module), torch.ones(1, 1))
     with ddp.no_sync():
@@ -85,7 +95,8 @@ def accumulation(wrap: Wrap) -> str:
     return sees("gradient", module.weight.grad.item(), 257.0)
 
 
-def accumulation_of_synchronised(wrap: Wrap) -> str:
+def accumulation(wrap: Wrap) -> str:
+    """gradient accumulation over ordinary backwards"""
     module = one(0.5)
     ddp = warmed_up(wrap(module), torch.ones(1, 1))
     ddp(torch.full((1, 1), 256.0)).sum().backward()
@@ -94,6 +105,8 @@ def accumulation_of_synchronised(wrap: Wrap) -> str:
 
 
 def attention(wrap: Wrap) -> str:
+    """nn.MultiheadAttention"""
+
     class Attention(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -108,7 +121,9 @@ def attention(wrap: Wrap) -> str:
     return sees("parameters are", {p.dtype for p in module.parameters()}, {torch.float32})
 
 
-def used_elsewhere(wrap: Wrap) -> str:
+def functional_use(wrap: Wrap) -> str:
+    """a weight used outside its module"""
+
     class Elsewhere(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -124,6 +139,7 @@ def used_elsewhere(wrap: Wrap) -> str:
 
 
 def two_forwards(wrap: Wrap) -> str:
+    """two forwards, one backward"""
     module = one(0.5)
     x = torch.ones(1, 1)
     ddp = warmed_up(wrap(module), x)
@@ -131,7 +147,8 @@ def two_forwards(wrap: Wrap) -> str:
     return sees("gradient", module.weight.grad.item(), 2.0)
 
 
-def unused(wrap: Wrap) -> str:
+def unused_parameters(wrap: Wrap) -> str:
+    """find_unused_parameters=True"""
     module = nn.ModuleDict({"used": one(0.5), "idle": one(0.5)})
     module.forward = lambda x: module["used"](x)
     ddp = wrap(module, find_unused_parameters=True)
@@ -140,54 +157,74 @@ def unused(wrap: Wrap) -> str:
 
 
 def evaluation(wrap: Wrap) -> str:
+    """evaluation under no_grad"""
     ddp = warmed_up(wrap(one(0.5)), torch.ones(1, 1))
     with torch.no_grad():
         return sees("output", ddp(torch.ones(1, 1)).item(), 0.5)
 
 
 def saved_state(wrap: Wrap) -> str:
+    """state_dict after a forward without a backward"""
     module = one(1 + 2**-12)
     ddp = warmed_up(wrap(module), torch.ones(1, 1))
     ddp(torch.ones(1, 1))  # no backward follows: a skipped batch, an evaluation with gradients enabled
     return sees("saved weight", module.state_dict()["weight"].item(), 1 + 2**-12)
 
 
-def integer_buffer(wrap: Wrap) -> str:
+def integer_buffers(wrap: Wrap) -> str:
+    """an integer buffer beside buffer_dtype"""
     module = one(0.5)
     module.register_buffer("position", torch.arange(512))
-    wrap(module, buffer_dtype=BF16)
+    wrap(module, (BF16, FP32, BF16))
     return sees("position[257] is", int(module.position[257]), 257)
 
 
 def deep_copy(wrap: Wrap) -> str:
+    """copy.deepcopy of the module"""
     module = one(0.5)
     warmed_up(wrap(module), torch.ones(1, 1))
     return sees("copied weight", copy.deepcopy(module).weight.item(), 0.5)
 
 
-CASES: dict[str, Callable[[Wrap], str]] = {
-    "gradients of the first step": first_gradient,
-    "tied weights": tied_weights,
-    "accumulation under no_sync": accumulation,
-    "accumulation over backwards": accumulation_of_synchronised,
-    "nn.MultiheadAttention": attention,
-    "a weight used outside its module": used_elsewhere,
-    "two forwards, one backward": two_forwards,
-    "find_unused_parameters": unused,
-    "evaluation under no_grad": evaluation,
-    "state_dict after a forward alone": saved_state,
-    "integer buffers": integer_buffer,
-    "deepcopy of the module": deep_copy,
-}
+def on_a_cpu(wrap: Wrap) -> str:
+    """training on a CPU, without the events that do nothing"""
+    module = one(0.5)
+    wrap(module)(torch.ones(1, 1)).sum().backward()
+    return sees("gradient", module.weight.grad.item(), 1.0)
 
 
-def native(module: nn.Module, buffer_dtype: torch.dtype | None = None, **options: bool) -> DistributedDataParallel:
-    return DistributedDataParallel(module, mixed_precision=_MixedPrecision(BF16, torch.float32, buffer_dtype), **options)
+def large_float16_gradients(wrap: Wrap) -> str:
+    """float16 reduction of gradients that are large on every rank"""
+    module = one(0.5)
+    ddp = warmed_up(wrap(module, (FP16, FP16, None)), torch.ones(1, 1))
+    ddp(torch.full((1, 1), 40000.0)).sum().backward()  # float16 ends at 65504
+    return sees("gradient", module.weight.grad.item(), 40000.0)
 
 
-def patched(module: nn.Module, buffer_dtype: torch.dtype | None = None, **options: bool) -> DistributedDataParallel:
-    policy = ddp_mp.MixedPrecision(BF16, torch.float32, buffer_dtype)
-    return ddp_mp.patch(DistributedDataParallel(module, **options), mixed_precision=policy)
+ONE_PROCESS = (
+    first_gradients,
+    tied_weights,
+    two_forwards,
+    no_sync,
+    accumulation,
+    attention,
+    functional_use,
+    unused_parameters,
+    evaluation,
+    saved_state,
+    integer_buffers,
+    deep_copy,
+    on_a_cpu,
+)
+CASES = {case.__name__: case for case in (*ONE_PROCESS, large_float16_gradients)}
+
+
+def native(module: nn.Module, precision: Precision = (BF16, FP32, None), **options: bool) -> DistributedDataParallel:
+    return DistributedDataParallel(module, mixed_precision=_MixedPrecision(*precision), **options)
+
+
+def patched(module: nn.Module, precision: Precision = (BF16, FP32, None), **options: bool) -> DistributedDataParallel:
+    return ddp_mp.patch(DistributedDataParallel(module, **options), mixed_precision=ddp_mp.MixedPrecision(*precision))
 
 
 def outcome(case: Callable[[Wrap], str], wrap: Wrap) -> str:
@@ -198,24 +235,50 @@ def outcome(case: Callable[[Wrap], str], wrap: Wrap) -> str:
         return f"{type(error).__name__}: {str(error).splitlines()[0].split('. ')[0]}"
 
 
+def outcomes(case: Callable[[Wrap], str]) -> tuple[str, str]:
+    """What PyTorch's hooks do, and what ddp_mp does."""
+    with contextlib.nullcontext() if case is on_a_cpu else silent_device_events():
+        theirs = outcome(case, native)
+    return theirs, outcome(case, patched)
+
+
 @contextlib.contextmanager
-def one_process() -> Iterator[None]:
-    warnings.simplefilter("ignore")
+def process_group() -> Iterator[None]:
+    """Of one process, or of those that torchrun started.  PyTorch's warnings are not what is compared."""
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     logging.disable(logging.WARNING)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+        dist.destroy_process_group()
 
 
-def main() -> int:
-    rows = []
-    with one_process():
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--list", action="store_true", help="name the cases")
+    parser.add_argument("--only", choices=CASES, metavar="CASE", help="one case")
+    args = parser.parse_args(arguments)
+    if args.list:
         for name, case in CASES.items():
-            ours = outcome(case, patched)
-            with silent_device_events():
-                theirs = outcome(case, native)
-            rows.append((name, theirs, ours))
-    show_table(f"bfloat16 with float32 reduction, PyTorch {torch.__version__}", ("", "PyTorch's hooks", "ddp_mp"), rows, "left")
+            print(f"{name:<25}{case.__doc__}")
+        return 0
+    if args.only == large_float16_gradients.__name__ and "RANK" not in os.environ:
+        parser.error("this case needs two processes: torchrun --standalone --nproc-per-node=2 examples/compare.py ...")
+    with process_group():
+        cases = [CASES[args.only]] if args.only else [*ONE_PROCESS]
+        rows = [(case.__doc__ or "", *outcomes(case)) for case in cases]
+        show = dist.get_rank() == 0
+    if show and args.only:
+        print(f"PyTorch's hooks: {rows[0][1]}\nddp_mp: {rows[0][2]}")
+    elif show:
+        title = f"bfloat16 with float32 reduction, PyTorch {torch.__version__}"
+        show_table(title, ("", "PyTorch's hooks", "ddp_mp"), rows, "left")
     return any(ours != "right" for *_, ours in rows)
 
 
