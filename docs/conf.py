@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

@@ -1,7 +1,9 @@
 """The smallest use of ddp_mp: ordinary DDP training code, and one line more.
 
-torchrun --standalone --nproc-per-node=2 examples/train.py
+torchrun --standalone --nproc-per-node=2 examples/train.py [FILE TO SAVE THE MODEL IN]
 """
+
+import sys
 
 import torch
 import torch.distributed as dist
@@ -31,6 +33,8 @@ def main() -> None:
         optimizer.zero_grad()
         if step % 10 == 0 and dist.get_rank() == 0:
             print(f"step {step:2d}  loss {loss.item():.4f}")
+    if len(sys.argv) > 1 and dist.get_rank() == 0:
+        torch.save(ddp.module.state_dict(), sys.argv[1])  # full precision, as always outside forward and backward
     dist.destroy_process_group()
 
 
