@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from . import versions as _versions  # first: it says what is missing  # noqa: F401
+from ._C import DeviceError
 from ._version import __version__
 from .info import build_info
 from .options import MixedPrecision, Options
@@ -13,6 +14,7 @@ from .patching import full_precision, install, is_patched, masters_changed, patc
 from .stats import Stats, stats
 
 __all__ = [
+    "DeviceError",
     "MixedPrecision",
     "Options",
     "Stats",

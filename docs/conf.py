@@ -15,6 +15,7 @@ release = ddp_mp.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["requirements.txt"]
+suppress_warnings = ["toc.empty_glob"]
 nitpicky = True
 # Names of PyTorch and of Python, whose documentation is not at hand when the site is built.
 nitpick_ignore_regex = [

@@ -19,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ddp_mp
 from ddp_mp import _C
 
 FLOATING = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -325,6 +326,12 @@ def test_build_info_says_how_it_was_built() -> None:
 
 def test_constants_are_those_of_the_stub() -> None:
     assert (_C.UNCHANGED, _C.MOVED, _C.REPLACED) == (0, 1, 2)
+
+
+def test_device_error_is_found_where_tracebacks_say_it_is() -> None:
+    error = _C.DeviceError
+    assert error is getattr(ddp_mp, error.__name__)
+    assert error.__module__ == "ddp_mp"
 
 
 def output(*command: str, **options: Any) -> str:
