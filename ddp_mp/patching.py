@@ -182,10 +182,13 @@ def unpatch(ddp: DDP) -> DDP:
 
     A model that was built with ``mixed_precision=`` has PyTorch's mixed precision afterwards; one that got it from
     :func:`patch` is an ordinary full-precision model again.  Buffers keep the type they have.  A communication hook of the
-    user stays registered.  No collective is run.
+    user stays registered.  No collective is run, and no device is waited for.
 
     Returns:
         Its argument.
+
+    Raises:
+        RuntimeError: a forward or backward of the model is under way.
     """
     root = root_of(ddp)
     if root is not None:
@@ -218,7 +221,7 @@ def _equip_again(ddp: Any, precision: _MixedPrecision | None, hook: tuple[Any, A
 
 
 def is_patched(ddp: Any) -> bool:
-    """Whether :func:`patch` is in force on this model."""
+    """Whether :func:`patch` is in force on ``ddp``, which may be any object: False for what is not a patched model."""
     return _patched(ddp) is not None
 
 
@@ -297,7 +300,7 @@ def install(options: Options | None = None, *, mixed_precision: _MixedPrecision 
 
 
 def uninstall() -> None:
-    """Ends :func:`install`.  Models that are patched stay patched."""
+    """Ends :func:`install`; without one it does nothing.  Models that are patched stay patched."""
     original = DistributedDataParallel.__dict__.get(_ORIGINAL)
     if original is not None:
         DistributedDataParallel.__init__ = original  # type: ignore[method-assign]
@@ -309,10 +312,19 @@ def uninstall() -> None:
 
 @contextlib.contextmanager
 def full_precision(ddp: DistributedDataParallel) -> Iterator[None]:
-    """Inside, every parameter is its full-precision master, whatever the state before.
+    """Context manager: inside, every parameter is its full-precision master, whatever the state before.
 
-    A backward that comes later for an earlier forward switches to its copies again by itself.  The current stream is
-    ordered after all casts.
+    Only needed between a forward and its backward; at other times, and for a model that is not patched, nothing happens.
+    The masters are the optimizer's own memory, in their own type and on their own device, and may be written.  A backward that
+    comes later for an earlier forward switches to its copies again by itself.  The current stream is ordered after all
+    casts.  Not inside a backward, where parameters stay copies.
+
+    Example::
+
+        loss = criterion(ddp(batch))
+        with ddp_mp.full_precision(ddp):
+            norm = sum(p.norm() for p in ddp.parameters())
+        loss.backward()
     """
     present = _patched(ddp)
     if present is not None:
@@ -324,7 +336,11 @@ def masters_changed(ddp: DistributedDataParallel) -> None:
     """Says that masters were written in a way that nothing can see: the next forward casts them again.
 
     Needed only when that happens between a forward and the next one without anything that puts masters in place in between
-    (an optimizer step, loading, ``full_precision``).
+    (an optimizer step, loading, ``full_precision``), or with ``Options.prefetch`` or ``Options.reuse_unchanged``.  Local and
+    cheap: nothing is cast before the next forward.
+
+    Raises:
+        ValueError: the model is not patched.
     """
     model = model_of(ddp)
     if model is not None:

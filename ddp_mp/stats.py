@@ -62,7 +62,16 @@ def _shown(value: Any) -> str:
 
 
 def stats(ddp: Any) -> Stats:
-    """The counters of a patched model; cheap, and no collective.  ``ValueError`` when the model is not patched."""
+    """The counters of a patched model, of this rank.
+
+    Reads numbers that are there already: no collective, no device is waited for.  May be called at any time.
+
+    Returns:
+        A snapshot; take one before and one after to know what a step did.  ``print`` shows it as a table.
+
+    Raises:
+        ValueError: the model is not patched.
+    """
     model, root = model_of(ddp), root_of(ddp)
     if model is not None:
         fallback = model.low.fallback

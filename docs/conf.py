@@ -15,7 +15,6 @@ release = ddp_mp.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["requirements.txt"]
-suppress_warnings = ["toc.empty_glob"]
 nitpicky = True
 # Names of PyTorch and of Python, whose documentation is not at hand when the site is built.
 nitpick_ignore_regex = [
@@ -44,6 +43,7 @@ html_title = f"ddp_mp {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sphinx = False
+html_show_copyright = False
 html_copy_source = False
 pygments_style = "tango"
 pygments_dark_style = "monokai"

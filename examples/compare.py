@@ -167,7 +167,7 @@ def saved_state(wrap: Wrap) -> str:
     """state_dict after a forward without a backward"""
     module = one(1 + 2**-12)
     ddp = warmed_up(wrap(module), torch.ones(1, 1))
-    ddp(torch.ones(1, 1))  # no backward follows: a skipped batch, an evaluation with gradients enabled
+    ddp(torch.ones(1, 1))  # and no backward: a skipped batch, an evaluation
     return sees("saved weight", module.state_dict()["weight"].item(), 1 + 2**-12)
 
 

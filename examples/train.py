@@ -34,7 +34,7 @@ def main() -> None:
         if step % 10 == 0 and dist.get_rank() == 0:
             print(f"step {step:2d}  loss {loss.item():.4f}")
     if len(sys.argv) > 1 and dist.get_rank() == 0:
-        torch.save(ddp.module.state_dict(), sys.argv[1])  # full precision, as always outside forward and backward
+        torch.save(ddp.module.state_dict(), sys.argv[1])  # in full precision
     dist.destroy_process_group()
 
 

@@ -160,6 +160,16 @@ def test_statistic_is_documented(field: str) -> None:
     assert f"        {field}: " in (ddp_mp.Stats.__doc__ or "")
 
 
+def test_quick_start_points_at_our_line() -> None:
+    (shown,) = re.findall(r":emphasize-lines: (\d+)", text_of("quickstart.md"))
+    assert "ddp_mp.patch(" in (ROOT / "examples/train.py").read_text(encoding="utf-8").splitlines()[int(shown) - 1]
+
+
+def test_picture_is_what_its_program_draws() -> None:
+    drawn = runpy.run_path(str(DOCS / "picture.py"))["lines"]()
+    assert (DOCS / "step.svg").read_text(encoding="utf-8") == "\n".join(drawn) + "\n"
+
+
 def test_every_case_of_the_comparison_has_its_section() -> None:
     cases = runpy.run_path(str(ROOT / "examples/compare.py"))["CASES"]
     shown = re.findall(r":pyobject: (\w+)", text_of("without-it.md"))
