@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import json
 import math
@@ -164,7 +165,8 @@ def silent_device_events() -> Iterator[None]:
 
     They create and record ``torch.Event`` and ask for the accelerator's current stream, and a CPU has neither.  Inside this
     context both are empty objects there, and everything else is PyTorch's own code; so what real events cost is not in any
-    time that is measured, which flatters PyTorch's side.
+    time that is measured, which flatters PyTorch's side.  A PyTorch built for CUDA, where there is none, cannot make a stream
+    either: there streams are the CPU's, as in a PyTorch built without CUDA.
     """
     if torch.accelerator.is_available():
         yield
@@ -178,12 +180,13 @@ def silent_device_events() -> Iterator[None]:
     class Stream:
         def wait_stream(self, _: object) -> None: ...
 
-    saved = torch.Event, torch.accelerator.current_stream
-    torch.Event, torch.accelerator.current_stream = Event, lambda *_: Stream()  # type: ignore
+    saved = torch.Event, torch.Stream, torch.accelerator.current_stream
+    torch.Event, torch.Stream = Event, functools.partial(torch.Stream, device="cpu")  # type: ignore
+    torch.accelerator.current_stream = lambda *_: Stream()  # type: ignore
     try:
         yield
     finally:
-        torch.Event, torch.accelerator.current_stream = saved  # type: ignore
+        torch.Event, torch.Stream, torch.accelerator.current_stream = saved  # type: ignore
 
 
 def try_native_hooks() -> None:

@@ -24,11 +24,13 @@ from pathlib import Path
 
 import pytest
 import sybil
+import torch
 import torch.distributed as dist
 from sybil.parsers import myst
 
 import ddp_mp
 from ddp_mp import __main__ as command_line
+from ddp_mp.demo import silent_device_events
 from ddp_mp.options import Options
 
 ROOT = Path(__file__).parents[1]
@@ -176,6 +178,19 @@ def test_every_case_of_the_comparison_has_its_section() -> None:
     assert sorted(shown) == sorted(cases)
     run = re.findall(r"compare.py --only (\w+)", text_of("without-it.md"))
     assert sorted(run) == sorted(cases)
+
+
+def test_comparison_runs_where_cuda_has_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:  # as of a PyTorch built for CUDA, on a machine without a GPU
+        def __init__(self, device: str = "cuda") -> None:
+            if device != "cpu":
+                raise RuntimeError("CUDA driver version is insufficient for CUDA runtime version")
+
+    monkeypatch.setattr(torch, "Stream", Stream)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with silent_device_events():
+        torch.Stream()
+    assert torch.Stream is Stream
 
 
 def test_every_page_is_reached_from_the_index() -> None:
