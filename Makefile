@@ -67,7 +67,7 @@ check: $(BUILT) ## format, lint, types and the fast tests
 	@$(PYTEST) -m "not slow" tests
 
 $(VENV)/.stamp-docs: docs/requirements.txt $(DEPS)
-	$(PIP_INSTALL) --requirement requirements-dev.txt --requirement docs/requirements.txt
+	$(PIP_INSTALL) --requirement docs/requirements.txt
 	@touch $@
 
 docs: $(BUILT) $(VENV)/.stamp-docs ## build the documentation into build/docs, warnings as errors
