@@ -20,7 +20,7 @@ PACKAGE = ROOT / "ddp_mp"
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="nm and the loader of Linux")
 
 # Programs that a user starts by name; everything else may be part of a training run.
-TOOLS = {"demo.py", "bench.py", "__main__.py"}
+TOOLS = {"bench.py", "check.py", "demo.py", "__main__.py"}
 TRAINING = sorted(path for path in PACKAGE.glob("*.py") if path.name not in TOOLS)
 
 LIBRARY = """
