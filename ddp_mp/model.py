@@ -21,7 +21,7 @@ from .guards import Guards, optimizer_guard
 from .log import log_plan, logger
 from .low import LowPrecision, Region
 from .options import Options
-from .parameters import Managed, managed_parameters
+from .parameters import Managed, Unwatched, managed_parameters
 from .reducer import Reducer
 from .standin import LoggerStandIn, ReducerStandIn
 from .waits import Waits
@@ -155,6 +155,8 @@ class PatchedModel:
     def _new_low(self) -> LowPrecision:
         low = LowPrecision([row for row in self.rows if not row.full], self.precision.param_dtype, self.options)
         low.region = self.region
+        cast = {id(row) for row in low.rows}
+        self._unwatched = Unwatched([row for row in self.rows if id(row) not in cast])
         return low
 
     def _new_waits(self) -> Waits:
@@ -197,7 +199,10 @@ class PatchedModel:
         Returns whether the parameters are to be cast: not while plain tensors stand in for them (``functional_call``).
         """
         thawed = any(map(_requires_grad, self._frozen))
+        replaced = replaced or self._unwatched.replaced()
         if not (replaced or self.dirty or thawed):
+            if self._unwatched.swapped():
+                self.reducer.hook_again()
             return True
         ddp = self._ddp()
         if ddp is None or self._has_stand_ins():

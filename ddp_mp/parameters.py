@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +31,37 @@ class Managed:
     @property
     def floating(self) -> bool:
         return self.param.dtype in FLOATING
+
+
+# The properties themselves: a loop over many parameters then runs in C.
+_dtype: Callable[[torch.Tensor], torch.dtype] = vars(torch._C.TensorBase)["dtype"].__get__
+_inner: Callable[[torch.Tensor], int] = vars(torch._C.TensorBase)["_cdata"].__get__
+
+
+class Unwatched:
+    """The parameters that are not cast, so that no engine notices what becomes of them: looked at before each forward."""
+
+    def __init__(self, rows: Sequence[Managed]) -> None:
+        self._homes = [home for row in rows for home, _ in row.sites]
+        self._keys = [key for row in rows for _, key in row.sites]
+        self._held = [row.param for row in rows for _ in row.sites]
+        self._params = [row.param for row in rows]
+        self._dtypes = list(map(_dtype, self._params))
+        self._tensors = list(map(_inner, self._params))
+
+    def replaced(self) -> bool:
+        """Whether a module holds another object in a parameter's place, or one has another type."""
+        if not all(map(operator.is_, map(dict.get, self._homes, self._keys), self._held)):
+            return True
+        return list(map(_dtype, self._params)) != self._dtypes
+
+    def swapped(self) -> bool:
+        """Whether the tensor inside one is another than when this was last asked (``torch.utils.swap_tensors``)."""
+        tensors = list(map(_inner, self._params))
+        if tensors == self._tensors:
+            return False
+        self._tensors = tensors
+        return True
 
 
 def managed_parameters(module: nn.Module, ignored: set[str]) -> list[Managed]:

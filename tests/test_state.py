@@ -255,6 +255,21 @@ def test_parameter_tensor_swapped_and_another_replaced_is_reduced(rank: Rank) ->
     trial.train(vectors(), seed=10)
 
 
+@pytest.mark.parametrize("unused", [False, True])
+@on_ranks(2)
+def test_parameter_that_is_not_cast_swapped_or_replaced_is_reduced(rank: Rank, unused: bool) -> None:
+    trial = Trial(rank, mlp(), ddp_mp.MixedPrecision(None, BF16), find_unused_parameters=unused).train(vectors())
+    for number, swap in enumerate((True, False)):
+        torch.manual_seed(number)
+        new = nn.Parameter(torch.randn(8, 8))
+        if swap:
+            torch.utils.swap_tensors(trial.module[0].weight, new)
+        else:
+            trial.module[0]._parameters["weight"] = new  # as Module.to() does when it overwrites parameters: no hook says so
+        trial.oracle.module[0].weight.data = trial.module[0].weight.detach().clone()
+        trial.train(vectors(), seed=10 * number)
+
+
 @on_ranks(2)
 def test_parameter_data_replaced_is_the_master_from_then_on(rank: Rank) -> None:
     trial = Trial(rank, mlp())
