@@ -75,6 +75,8 @@ class Forward:
         call = _Call(frame, sys.exc_info()[1])
         try:
             call.ours = self._cast()
+            if not call.ours:
+                call.low, self.low.region.low = self.low.region.low, False
         except BaseException:
             self.backward.forwarding = bool(self._calls)
             raise
@@ -107,10 +109,11 @@ class Forward:
 
     def _end_call(self, call: _Call | None, output: Any) -> None:
         self.waits.forward_ended()
+        if call is not None and not call.ours:
+            self.low.region.low = call.low
+            return
         if self._calls or self.backward.running:
             return  # the module called itself, or a checkpoint computes its forward again inside a backward
-        if call is not None and not call.ours:
-            return
         failed = call is not None and sys.exc_info()[1] is not call.handled
         if failed or not torch.is_grad_enabled():
             with span("ddp_mp::restore"):
@@ -130,11 +133,12 @@ def _module_call(frame: FrameType) -> FrameType:
 class _Call:
     """One call of the root module under way."""
 
-    __slots__ = ("frame", "handled", "ours")
+    __slots__ = ("frame", "handled", "low", "ours")
 
     def __init__(self, frame: FrameType, handled: BaseException | None) -> None:
         self.frame = frame
         self.ours = True  # no tensors stand in for the parameters
+        self.low = False  # where some do: whether the module itself is in low precision meanwhile
         self.handled = handled  # the exception being handled when the call began: an error of the call is another one
 
     def on_stack(self, frame: FrameType | None) -> bool:

@@ -396,6 +396,37 @@ def test_full_module_that_is_replaced_gets_its_border(rank: Rank) -> None:
 
 
 @on_ranks(2)
+def test_full_module_converted_to_another_type_is_followed(rank: Rank) -> None:
+    ddp = DistributedDataParallel(Normalised())
+    ddp_mp.patch(ddp, mixed_precision=MIXED, options=ddp_mp.Options(**keep("1")))
+    square_step(ddp, torch.randn(4, 8))
+    ddp.zero_grad()
+    ddp.module[1].double()
+    seen = spied(ddp.module[1])
+    square_step(ddp, torch.randn(4, 8) + rank.index)
+    assert seen == [([F64], F64, F64)]
+    require_same("gradient", *rank.gather(ddp.module[1].weight.grad))
+    assert ddp.module[1].weight.grad.dtype is F64
+
+
+@on_ranks(2)
+def test_full_modules_under_functional_call_between_forward_and_backward_use_what_they_are_given(rank: Rank) -> None:
+    trial = Trial(rank, Normalised(), options=keep("1", output_dtype=F32), full=["1"])
+    given = {name: param.detach().clone() for name, param in trial.module.named_parameters()}
+    x = torch.randn(4, 8)
+    due = torch.func.functional_call(trial.module, given, (x,))
+
+    def step(call: Any, batch: torch.Tensor) -> None:
+        loss = mean_square(call, batch)
+        if call is trial.ddp:
+            require_same("output", torch.func.functional_call(trial.module, given, (x,)), due)
+        loss.backward()
+
+    trial.backward(step, rank.inputs(vectors()))
+    trial.check()
+
+
+@on_ranks(2)
 def test_full_weight_that_is_replaced_is_reduced_in_a_module_that_came_later_too(rank: Rank) -> None:
     trial = Trial(rank, Normalised(), options=keep("1"), full=["1"])
     trial.train(vectors(), steps=1)
