@@ -84,8 +84,8 @@ MINUTES ?= 60
 soak: $(BUILT) ## train random models by random actions on four ranks for MINUTES=60, compare all, watch memory
 	OMP_NUM_THREADS=1 $(PY) tests/soak.py --minutes $(MINUTES)
 
-fuzz: $(BUILT) ## let Hypothesis choose what is done in training for MINUTES=60, compare after every action
-	@DDP_MP_FUZZ=$(MINUTES) $(PYTEST) tests/test_fuzz.py
+fuzz: $(BUILT) ## walks over training, DLPack descriptions and plans, chosen by fuzzers, MINUTES=60 each
+	@DDP_MP_FUZZ=$(MINUTES) $(PYTEST) tests/test_fuzz.py tests/test_exchange_fuzz.py tests/test_plan_fuzz.py
 
 peers: $(BUILT) ## run PyTorch's own tests of DistributedDataParallel on patched models, write docs/peer-tests.md
 	$(PY) tests/peers.py

@@ -526,6 +526,9 @@ read_by_table(const dl_exchange *table, PyObject *tensor, int whole, mp_view *ou
         /* Shape and strides are the tensor's own: nothing may run before they are copied. */
         return refuse_if(read_tensor(&described, whole, out), why);
     }
+    if (table->managed_from_object == NULL) { /* DLPack asks for it, but a library may be wrong */
+        return refuse_if("its library's exchange table is incomplete", why);
+    }
     dl_managed_versioned *managed = NULL;
     if (table->managed_from_object(tensor, &managed) != 0 || managed == NULL) {
         return refuse_export(tensor, why);
@@ -613,7 +616,7 @@ mp_exchange_pointer(mp_exchange *exchange, PyObject *tensor, mp_view *out, const
     return read_object(exchange, tensor, 0, out, why);
 }
 
-/* torch.cuda.current_stream(index).cuda_stream: what PyTorch before 2.10 offers. */
+/* torch.cuda.current_stream(index).cuda_stream: what PyTorch before 2.10 offers, and where a table lacks its own way. */
 static int
 stream_by_python(int device_index, void **out)
 {
@@ -649,7 +652,7 @@ mp_exchange_current_stream(mp_exchange *exchange, PyObject *tensor, int device_t
     if (find_table(exchange, Py_TYPE(tensor), &table) < 0) {
         return -1;
     }
-    if (table == NULL) {
+    if (table == NULL || table->current_stream == NULL) {
         return stream_by_python(device_index, out);
     }
     return table->current_stream(device_type, device_index, out) == 0 ? 0 : -1;

@@ -155,7 +155,7 @@ check_bucket(const mp_plan *plan, size_t index)
         REQUIRE(row->numel >= 0);
         REQUIRE(row->bytes == row->numel * (int64_t)mp_dtype_size(plan->low));
         REQUIRE(row->offset == end);
-        end += (row->bytes + MP_ROW_ALIGN - 1) / MP_ROW_ALIGN * MP_ROW_ALIGN;
+        end += (row->bytes + (MP_ROW_ALIGN - 1)) / MP_ROW_ALIGN * MP_ROW_ALIGN;
     }
     REQUIRE(bucket->bytes == end);
 }

@@ -628,6 +628,11 @@ def test_table_that_gives_nothing_is_a_refusal(managed: Any) -> None:
         _C.describe(table_type(Table(version=Version(1, 3), managed_from_object=managed))())
 
 
+def test_table_without_any_way_to_read_is_a_refusal() -> None:
+    with pytest.raises(BufferError, match="exchange table is incomplete"):
+        _C.describe(table_type(Table(version=Version(1, 3)))())
+
+
 def test_table_that_fails_without_exception_is_a_refusal(memory: Any) -> None:
     table = foreign_table(aligned(memory), describe=TENSOR_FROM_OBJECT(lambda _object, _out: -1))
     with pytest.raises(BufferError, match="not export"):
@@ -665,6 +670,19 @@ def test_current_stream_is_asked_of_the_table_each_time(memory: Any) -> None:
     tensor = table_type(foreign_table(0, describe=describe, current_stream=stream))()
     assert [_C.current_stream(tensor) for _ in range(3)] == [0x1000, 0x2000, 0x3000]
     assert asked == [(CUDA, 3)] * 3
+
+
+def test_current_stream_missing_in_the_table_is_asked_of_torch(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter = Exporter(aligned(memory), (3,), device=(CUDA, 3))
+
+    @TENSOR_FROM_OBJECT
+    def describe(_object: object, out: Any) -> int:
+        out[0] = exporter.managed.tensor
+        return 0
+
+    stream = type("Stream", (), {"cuda_stream": 0x5000})()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: stream if index == 3 else None)
+    assert _C.current_stream(table_type(foreign_table(0, describe=describe))()) == 0x5000
 
 
 def test_current_stream_of_the_host_is_0(way: Way) -> None:

@@ -35,7 +35,7 @@ check_plan(const mp_plan *plan, const int64_t *numels, size_t count, int64_t fir
             CHECK_EQ(row->offset % MP_ROW_ALIGN, 0);
             used = row->bytes > 0 ? row->offset + row->bytes : used;
             filled += row->bytes > 0;
-            end = row->offset + (row->bytes + MP_ROW_ALIGN - 1) / MP_ROW_ALIGN * MP_ROW_ALIGN;
+            end = row->offset + (row->bytes + (MP_ROW_ALIGN - 1)) / MP_ROW_ALIGN * MP_ROW_ALIGN;
         }
         CHECK_EQ(bucket->bytes, end);
         CHECK(filled <= 1 || used <= (b == 0 ? first_limit : limit));
