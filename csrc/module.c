@@ -72,9 +72,24 @@ add_constants(PyObject *module)
     return PyModule_AddIntConstant(module, "WRITTEN", 3);
 }
 
+/* The slot below does so only since Python 3.12, and only in interpreters that check it.  0, or -1 with ImportError. */
+static int
+require_main_interpreter(void)
+{
+    if (PyInterpreterState_Get() == PyInterpreterState_Main()) {
+        return 0;
+    }
+    PyErr_SetString(PyExc_ImportError, "ddp_mp._C cannot be used in a sub-interpreter: devices, streams and the cast thread "
+                                       "belong to the whole process; import ddp_mp in the main interpreter");
+    return -1;
+}
+
 static int
 module_exec(PyObject *module)
 {
+    if (require_main_interpreter() < 0) {
+        return -1;
+    }
     mp_state *state = mp_state_of_module(module);
     state->str_data = PyUnicode_InternFromString("data");
     state->str_grad = PyUnicode_InternFromString("grad");

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -386,3 +387,42 @@ def test_import_twice_gives_modules_that_work_side_by_side() -> None:
     gc.collect()
     with pytest.raises(IndexError, match="pop from an empty deque"):
         table[tensor].pop()
+
+
+SUB_INTERPRETER = """
+import importlib.util
+try:
+    import _interpreters as interpreters
+except ImportError:
+    import _xxsubinterpreters as interpreters
+import torch
+from ddp_mp import _C
+
+text = f'''
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("ddp_mp._C", {_C.__file__!r})
+try:
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    print("imported")
+except ImportError as error:
+    print(error)
+sys.stdout.flush()
+'''
+for _ in range(3):
+    interpreter = interpreters.create()
+    interpreters.run_string(interpreter, text)
+    interpreters.destroy(interpreter)
+out = torch.zeros(4, dtype=torch.bfloat16)
+_C.cast(torch.arange(4.0), out)
+print(out.tolist())
+"""
+
+
+def test_import_in_a_sub_interpreter_is_refused_and_the_main_one_goes_on(tmp_path: Path) -> None:
+    if not any(importlib.util.find_spec(name) for name in ("_interpreters", "_xxsubinterpreters")):
+        pytest.skip("this Python cannot make sub-interpreters")
+    lines = output(sys.executable, "-c", SUB_INTERPRETER, cwd=tmp_path).splitlines()
+    assert len(lines) == 4
+    # two texts: that of the extension, and that of the interpreter since Python 3.12
+    assert all(re.search(r"ddp_mp\._C.* (a sub-interpreter|subinterpreters)", line) for line in lines[:3]), lines
+    assert lines[3] == "[0.0, 1.0, 2.0, 3.0]"
