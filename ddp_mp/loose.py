@@ -63,6 +63,7 @@ class LooseGradients:
         self.fires = 0 if fired_row != 0 else 1
         param = self.params[0]
         if fired_row == 0 or param.grad is None:
+            self._left = self._base = None
             return 0
         self._stash, param.grad = param.grad, None
         if self._stash is not self._left or (self._stash is not self._base and self._stash._version != self._version):

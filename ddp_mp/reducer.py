@@ -294,7 +294,7 @@ class Reducer:
         set_launched(local)
         self._next += 1
         self.reductions += 1
-        self.bytes_reduced += buffer.nbytes
+        self.bytes_reduced += buffer.numel() * buffer.element_size()  # a sparse tensor has no nbytes
 
     def _settle(self, used: dict[int, bytes] | None) -> set[int]:
         done = set()
