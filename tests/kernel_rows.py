@@ -152,7 +152,7 @@ class Table:
         sim = load()
         sim.reset(Schedule.LAZY, 1)
         sim.set_devices(capability)
-        driver = Driver(sim.library)
+        driver = Driver(sim.functions)
         driver.start()
         stream = driver.stream()
         sim.register(self.memory.ctypes.data, self.memory.nbytes, "rows", keep=self)

@@ -56,7 +56,7 @@ def _machine() -> tuple[Simulator, Driver, tuple[int, int]]:
     """The driver of this process, and two streams of the user."""
     sim = load()
     sim.begin()
-    driver = Driver(sim.library)
+    driver = Driver(sim.functions)
     driver.start()
     streams = driver.stream(), driver.stream()
     for stream, name in zip(streams, ("user", "other"), strict=True):

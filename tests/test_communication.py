@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from modules import column, mlp, scalar, vectors
+from modules import Statistics, column, mlp, scalar, vectors
 from oracle import BF16, F32, FP16, SYNC_BUFFERS, Trial, require_same, square_step
 from ranks import Rank, on_ranks
 from torch import nn
@@ -365,23 +365,6 @@ def test_buffers_ignored_by_ddp_are_left_alone(rank: Rank) -> None:
     Trial(rank, model, ddp_mp.MixedPrecision(BF16, F32, BF16), how="install")
     assert model.scale.dtype is F32
     assert model.temporary.dtype is BF16
-
-
-class Statistics(nn.Module):
-    """Running statistics as BatchNorm keeps them, in arithmetic that every type has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(8, 8)
-        self.register_buffer("mean", torch.zeros(8))
-        self.register_buffer("batches", torch.tensor(0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.a(x)
-        if self.training:
-            self.mean.mul_(0.9).add_(y.detach().mean(0).to(self.mean.dtype), alpha=0.1)
-            self.batches += 1
-        return y - self.mean.to(y.dtype)
 
 
 @on_ranks(2)

@@ -32,7 +32,7 @@ class Machine:
 
         self.sim = Simulator(library())
         self.sim.reset(Schedule.LAZY)
-        self.driver = Driver(self.sim.library)
+        self.driver = Driver(self.sim.functions)
         self.driver.start()
         self.one, self.other = self.driver.stream(), self.driver.stream()
         self.current = self.one

@@ -274,7 +274,7 @@ def require_masters():
     for p, master in zip(model.parameters(), masters, strict=True):
         assert p.dtype is torch.float32 and torch.equal(p.detach(), master)
 failed, nth = {}, 0
-driver = Driver(sim.library)
+driver = Driver(sim.functions)
 driver.start()
 bridge = Bridge(sim, driver.stream())
 bridge.__enter__()

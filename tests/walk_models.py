@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from modules import Saved, Two, mlp
+from modules import Saved, Statistics, Two, mlp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -74,23 +74,6 @@ class Choice(nn.Module):
         return x
 
 
-class Statistics(nn.Module):
-    """Running statistics of its own, in place and by a counter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(8, 8)
-        self.register_buffer("mean", torch.zeros(8))
-        self.register_buffer("batches", torch.tensor(0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.a(x)
-        if self.training:
-            self.mean.mul_(0.75).add_(y.detach().mean(0).to(self.mean.dtype), alpha=0.25)
-            self.batches += 1
-        return y - self.mean.to(y.dtype)
-
-
 class Unusual(nn.Module):
     """Parameters that are transposed, gapped, scalar, empty; one in a list, one on the root."""
 
@@ -130,7 +113,7 @@ SPECS: dict[str, Spec] = {
     "repeated": Spec(Repeated, recomputes=True),
     "checkpointed": Spec(Checkpointed, recomputes=True),
     "choice": Spec(Choice, unused=True),
-    "statistics": Spec(Statistics),
+    "statistics": Spec(lambda: Statistics(0.25)),
     "unusual": Spec(Unusual),
     "attention": Spec(attention),
 }

@@ -108,4 +108,4 @@ def sim_device(request: pytest.FixtureRequest, simulator: Simulator) -> Iterator
 @pytest.fixture
 def cu(simulator: Simulator) -> Driver:
     """The driver API."""
-    return Driver(simulator.library)
+    return Driver(simulator.functions)

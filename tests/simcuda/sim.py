@@ -85,9 +85,9 @@ class Simulator:
 
     def __init__(self, library: Path) -> None:
         self.path = library
-        self.library = C.CDLL(str(library))
+        self.functions = C.CDLL(str(library))
         for name, (result, arguments) in _SIGNATURES.items():
-            function = getattr(self.library, name)
+            function = getattr(self.functions, name)
             function.restype, function.argtypes = result, arguments
         self._kept: dict[int, object] = {}
 
@@ -95,131 +95,131 @@ class Simulator:
 
     def reset(self, schedule: Schedule = Schedule.EAGER, seed: int = 1) -> None:
         """Forgets everything, live objects too."""
-        self.library.sim_reset(schedule, seed)
+        self.functions.sim_reset(schedule, seed)
         self._kept.clear()
 
     def begin(self, schedule: Schedule = Schedule.EAGER, seed: int = 1) -> None:
         """Begins a test; live objects stay, findings and counts are cleared."""
-        self.library.sim_begin(schedule, seed)
+        self.functions.sim_begin(schedule, seed)
 
     def step(self, n: int = 1) -> int:
-        return self.library.sim_step(n)
+        return self.functions.sim_step(n)
 
     # What was wrong
 
     def report(self) -> list[str]:
-        return self.library.sim_report().decode(errors="replace").splitlines()
+        return self.functions.sim_report().decode(errors="replace").splitlines()
 
     def count(self, kind: str = "*") -> int:
         """How many findings of that kind there are."""
-        return self.library.sim_report_count(kind.encode())
+        return self.functions.sim_report_count(kind.encode())
 
     def live(self, kind: str) -> int:
-        return self.library.sim_live(kind.encode())
+        return self.functions.sim_live(kind.encode())
 
     def leaks(self) -> dict[str, int]:
         """What is alive, by kind."""
-        return _counts(self.library.sim_leaks())
+        return _counts(self.functions.sim_leaks())
 
     def forked_calls(self) -> int:
-        return self.library.sim_forked_calls()
+        return self.functions.sim_forked_calls()
 
     # What was done
 
     def calls(self, function: str = "*") -> int:
-        return self.library.sim_calls(function.encode())
+        return self.functions.sim_calls(function.encode())
 
     def call_log(self) -> dict[str, int]:
-        return _counts(self.library.sim_call_log())
+        return _counts(self.functions.sim_call_log())
 
     def blocking_calls(self) -> int:
-        return self.library.sim_blocking_calls()
+        return self.functions.sim_blocking_calls()
 
     def probe_gil(self) -> None:
         """From now on `gil_blocks` counts blocking calls that were made with the GIL held."""
-        self.library.sim_set_gil_probe(C.cast(C.pythonapi.PyGILState_Check, _P))
+        self.functions.sim_set_gil_probe(C.cast(C.pythonapi.PyGILState_Check, _P))
 
     def gil_blocks(self) -> int:
-        return self.library.sim_gil_blocks()
+        return self.functions.sim_gil_blocks()
 
     def executed(self, kernel: str = "*", mnemonic: str = "*") -> int:
         """How often instructions with that prefix were executed."""
-        return self.library.sim_executed(kernel.encode(), mnemonic.encode())
+        return self.functions.sim_executed(kernel.encode(), mnemonic.encode())
 
     def executed_log(self, kernel: str = "*") -> dict[str, int]:
-        return _counts(self.library.sim_executed_log(kernel.encode()))
+        return _counts(self.functions.sim_executed_log(kernel.encode()))
 
     # What goes wrong
 
     def fault(self, function: str, nth: int = 1, code: int = 2, times: int = 1) -> None:
         """The nth call from now of ``function`` ("*": any) returns ``code``; ``times`` calls in a row do."""
-        self.library.sim_fault(function.encode(), nth, code, times)
+        self.functions.sim_fault(function.encode(), nth, code, times)
 
     def fault_kernel(self, nth: int = 1, code: int = 700) -> None:
-        self.library.sim_fault_kernel(nth, code)
+        self.functions.sim_fault_kernel(nth, code)
 
     def limit_memory(self, size: int) -> None:
-        self.library.sim_set_memory_limit(size)
+        self.functions.sim_set_memory_limit(size)
 
     def delay(self, label_part: str, microseconds: int = 0) -> None:
         """Work whose label contains the text runs as late as its order allows."""
-        self.library.sim_delay(label_part.encode(), microseconds)
+        self.functions.sim_delay(label_part.encode(), microseconds)
 
     # What the machine is
 
     def set_devices(self, *capabilities: int) -> None:
-        self.library.sim_set_devices(",".join(map(str, capabilities)).encode())
+        self.functions.sim_set_devices(",".join(map(str, capabilities)).encode())
 
     def set_driver_version(self, version: int) -> None:
-        self.library.sim_set_driver_version(version)
+        self.functions.sim_set_driver_version(version)
 
     def hide(self, *functions: str) -> None:
-        self.library.sim_hide(",".join(functions).encode())
+        self.functions.sim_hide(",".join(functions).encode())
 
     def set_host_memory(self, is_device_memory: bool) -> None:
         """Whether kernels may touch host memory that nobody registered."""
-        self.library.sim_set_host_memory(is_device_memory)
+        self.functions.sim_set_host_memory(is_device_memory)
 
     # Memory and work of others
 
     def register(self, base: int, size: int, label: str, device: int = -1, keep: object = None) -> None:
         """Makes host memory device memory; ``keep`` is kept alive until `unregister` or `reset`."""
-        self.library.sim_register(base, size, label.encode(), device)
+        self.functions.sim_register(base, size, label.encode(), device)
         self._kept[base] = keep
 
     def unregister(self, base: int) -> None:
-        self.library.sim_unregister(base)
+        self.functions.sim_unregister(base)
         self._kept.pop(base, None)
 
     def name_stream(self, stream: int, name: str) -> None:
-        self.library.sim_name_stream(stream, name.encode())
+        self.functions.sim_name_stream(stream, name.encode())
 
     def work(self, stream: int | None, ranges: Sequence[Range], label: str, into: int = 0, data: bytes | None = None) -> None:
         """Queues foreign work that touches the ranges and, with ``data``, copies it to ``into``."""
         array, count = self._ranges(ranges)
-        code = self.library.sim_work(stream, array, count, into, data, len(data or b""), label.encode())
+        code = self.functions.sim_work(stream, array, count, into, data, len(data or b""), label.encode())
         self._accept(code, "sim_work")
 
     def enter(self, stream: int | None) -> None:
         """The calling thread acts as the stream from here to `access`."""
-        self._accept(self.library.sim_enter(stream), "sim_enter")
+        self._accept(self.functions.sim_enter(stream), "sim_enter")
 
     def access(self, stream: int | C.c_void_p | None, ranges: Sequence[Range], label: str) -> None:
         """Books what the calling thread did as the stream's (or `HOST`'s) work."""
         array, count = self._ranges(ranges)
-        self._accept(self.library.sim_access(stream, array, count, label.encode()), "sim_access")
+        self._accept(self.functions.sim_access(stream, array, count, label.encode()), "sim_access")
 
     def synchronize(self, stream: int | C.c_void_p | None = HOST) -> None:
         """The host waits for a stream, or for everything; counted nowhere."""
-        self._accept(self.library.sim_synchronize(stream), "sim_synchronize")
+        self._accept(self.functions.sim_synchronize(stream), "sim_synchronize")
 
     @property
     def current_stream(self) -> int | None:
-        return self.library.sim_current_stream()
+        return self.functions.sim_current_stream()
 
     @current_stream.setter
     def current_stream(self, stream: int | None) -> None:
-        self.library.sim_set_current_stream(stream)
+        self.functions.sim_set_current_stream(stream)
 
     @staticmethod
     def _ranges(ranges: Sequence[Range]) -> tuple[object, int]:

@@ -55,7 +55,7 @@ def process_wide(simulator, cu_module) -> int:
 def cu_module(simulator):
     from .driver import Driver
 
-    return Driver(simulator.library)
+    return Driver(simulator.functions)
 
 
 def test_objects_of_the_process_survive_from_test_to_test(process_wide, sim_device, cu):
