@@ -93,7 +93,7 @@ def _patch_all(ddp: DistributedDataParallel, precision: _MixedPrecision, options
     before = ddp.mixed_precision
     built_with = ddp.__dict__.get("_ddp_mp_built_with", before)
     hook = native.user_hook(ddp)
-    logger = native.strip(ddp)
+    native_logger = native.strip(ddp)
     try:
         ddp.mixed_precision = precision
         model = PatchedModel(ddp, precision, options)
@@ -103,7 +103,7 @@ def _patch_all(ddp: DistributedDataParallel, precision: _MixedPrecision, options
     model.comm.hook = hook
     model.built_with = built_with
     ddp.__dict__["_ddp_mp"] = model
-    model.stand_in(ddp, logger)
+    model.stand_in(ddp, native_logger)
     _override(ddp, model)
     cast_buffers(ddp.module, ddp.parameters_to_ignore, precision.buffer_dtype, model.borders.buffer_ids())
     model.borders.widen_buffers(None if before is None else before.buffer_dtype)
