@@ -13,6 +13,9 @@ EQUIVALENT: dict[str, str] = {
     "backend_cuda.c: 'status != MP_OK' never fails in cuda_event_wait": (
         "Of an event that was never recorded the same status is returned; otherwise entering the context asks again."
     ),
+    "cuda_slot.c: 'status == MP_OK' never fails in cut_new_lock_held (2)": (
+        "What is cut from memory that was not allocated goes to a slot that is given up at once, with the same status."
+    ),
     "cuda_slot.c: 'status != MP_OK' never fails in take_used_lock_held": (
         "A slot is idle only where asking succeeded, and what is not idle returns the same status."
     ),

@@ -392,6 +392,13 @@ test_open_refuses_a_device_that_the_kernel_does_not_fit(void)
     CHECK_EQ(sim.live("modules"), 0);
 }
 
+/* After what succeeded although its nth call was to fail: it made fewer, so that no failure was passed over. */
+static void
+expect_fault_to_come(uint64_t nth, uint64_t calls_before)
+{
+    CHECK(sim.calls("*") - calls_before < nth);
+}
+
 /* Every call that opening makes fails once: the error names it, nothing is kept, the next open may succeed. */
 static void
 test_open_survives_every_fault(void)
@@ -401,9 +408,11 @@ test_open_survives_every_fault(void)
     CHECK(mp_cuda_load(&why) != NULL); /* so that no fault falls on looking up a name, which has another way */
     for (uint64_t nth = 1;; nth++) {
         sim.begin(SIM_EAGER, 1);
+        const uint64_t calls = sim.calls("*");
         sim.fault("*", nth, 999, 1);
         const mp_status status = backend->open(0, &device, &error);
         if (status == MP_OK) {
+            expect_fault_to_come(nth, calls);
             break;
         }
         faults++;
@@ -1209,10 +1218,14 @@ test_step_survives_every_fault(void)
     for (mp_status status = MP_ERR_DEVICE; status != MP_OK && nth < 300; nth++) {
         sim.begin(SIM_RANDOM, nth);
         fixture_init(&f);
+        const uint64_t calls = sim.calls("*");
         sim.fault("*", nth, 999, 1);
         status = try_step(&f, stream, COUNT);
         if (status != MP_OK) {
             CHECK(strstr(error.text, "(999)") != NULL && strstr(error.text, ", device 0") != NULL);
+        }
+        else {
+            expect_fault_to_come(nth, calls);
         }
         sim.begin(SIM_RANDOM, nth); /* waits for everything: a failed step leaves its streams unordered */
         for (int step = 0; step < 3; step++) {
@@ -1400,6 +1413,7 @@ test_every_entry_survives_every_fault(void)
             sim.begin(SIM_LAZY, nth); /* counts calls from here; what was launched is over */
             OK(backend->event_record(a.event, &error));
             backend->counters(device, &counted);
+            const uint64_t calls = sim.calls("*");
             sim.fault("*", nth, 719, 1);
             status = entries[i](&a);
             expect_counted(&counted, status, entries[i] != try_streams_in_turn);
@@ -1408,6 +1422,9 @@ test_every_entry_survives_every_fault(void)
                 CHECK(strstr(error.text, " failed: CUDA_ERROR_LAUNCH_FAILED (719): ") != NULL);
                 CHECK(strncmp(error.text, "cu", 2) == 0 && strstr(error.text, ", device 0") != NULL);
                 CHECK(i >= 7 || sim.live("events") == events); /* else a slot was made, which stays */
+            }
+            else {
+                expect_fault_to_come(nth, calls);
             }
             sim.begin(SIM_LAZY, nth);
             CHECK_EQ(sim.cuCtxGetCurrent(&after), 0);
@@ -1487,6 +1504,7 @@ try_slot(size_t bytes, int slab_full, int without_reserve)
         }
         OK(mp_cuda_enter(device, &error));
         const int events = sim.live("events"), memory = sim.live("device"), pinned = sim.live("pinned");
+        const uint64_t calls = sim.calls("*");
         sim.fault("*", nth, 719, 1);
         status = mp_slot_take(device, bytes, &slot, &error);
         const int made = without_reserve && device->reserve.left > 0; /* stays, and is not lost */
@@ -1500,6 +1518,7 @@ try_slot(size_t bytes, int slab_full, int without_reserve)
         }
         else {
             CHECK(slot != NULL && slot->bytes >= bytes && slot->memory != 0 && slot->staging != NULL);
+            expect_fault_to_come(nth, calls);
         }
         sim.begin(SIM_LAZY, nth);
         OK(mp_cuda_leave(device, MP_OK, &error));
@@ -1556,6 +1575,7 @@ test_capture_survives_every_fault(void)
                 f.row.numel--;
                 OK(set_rows(&f));
             }
+            const uint64_t calls = sim.calls("*");
             sim.fault("*", nth, 719, 1);
             status = backend->launch_on(f.table, 1.0, stream, &error);
             if (status == MP_OK) {
@@ -1564,6 +1584,9 @@ test_capture_survives_every_fault(void)
             if (status != MP_OK) {
                 CHECK_EQ(status, MP_ERR_DEVICE);
                 CHECK(strstr(error.text, " failed: CUDA_ERROR_LAUNCH_FAILED (719): ") != NULL);
+            }
+            else {
+                expect_fault_to_come(nth, calls);
             }
             void *context;
             for (int i = 0; status == MP_OK && i < 50 && sim.cuCtxGetCurrent(&context) == 0; i++) {
