@@ -22,6 +22,12 @@ EQUIVALENT: dict[str, str] = {
     "cuda_module.c: 'named == CU_OK' never fails in mp_cuda_module_load": (
         "The text stays NULL where the driver has no name for a code, and that is tested too."
     ),
+    "cuda_table.c: 'status == MP_OK' never fails in send (2)": (
+        "Whether the copy is pending is asked of no slot that is captured, as this one is by then."
+    ),
+    "cuda_table.c: 'status == MP_OK' never fails in order_after_copy": (
+        "Asking clears the flag also where it fails, so that nothing is waited for, and its status is returned."
+    ),
     "sm_75.ptx: `setp.le.u32 %p5, %r1706, %r1708;` becomes `setp.lt.u32 %p5, %r1706, %r1708;`": SEARCH,
     "sm_75.ptx: `or.pred %p6, %p4, %p5;` becomes `and.pred %p6, %p4, %p5;`": SHORTCUT,
     "sm_75.ptx: `mov.u32 %r1709, 0;` becomes `mov.u32 %r1709, 1;`": UNUSED,

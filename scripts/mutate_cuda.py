@@ -52,6 +52,8 @@ LINKING = ("-pthread", "-Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc,--wrap=fr
 TRAINING = [
     "test_simulated_calls.py",
     "test_simulated_faults.py",
+    "test_engine.py",
+    "test_event.py",
     "test_simulated_training.py",
     "-k",
     "not test_simulated_training"

@@ -609,32 +609,49 @@ def test_restore_error_goes_on_and_raises_at_the_end(stubborn: Rig) -> None:
     stubborn.assert_masters(before)
 
 
-@pytest.mark.parametrize("nth", range(1, 8))
-def test_begin_device_error_leaves_masters(nth: int) -> None:
-    rig = Rig(small(), limits=(1, 2048))
-    before = rig.snapshot()
+def device_error(nth: int, call: Callable[[], object]) -> tuple[str | None, int]:
+    """The error of ``call`` when its nth call of the backend fails (None: there was none), and how many it made."""
     _C.host_fail_at(nth)
+    error, made = None, 0
     try:
-        with contextlib.suppress(_C.DeviceError):
-            rig.engine.begin()
+        call()
+    except _C.DeviceError as found:
+        error = str(found)
     finally:
-        _C.host_fail_at(0)
-    rig.engine.restore()
-    rig.assert_masters(before)
-    assert rig.engine.begin() == _C.UNCHANGED
-    rig.assert_low(before)
-    rig.engine.restore()
+        made = _C.host_fail_at(0)
+    return error, made
 
 
-def test_begin_device_error_is_raised() -> None:
+def test_begin_device_error_is_raised_and_leaves_masters() -> None:
+    buckets = len(Rig(small(), limits=(1, 2048)).engine.buckets)
+    _, calls = device_error(0, Rig(small(), limits=(1, 2048)).engine.begin)
+    assert calls >= 3 * buckets + 1  # tables, the order of streams, then a launch and an event a bucket
+    for nth in range(1, calls + 1):
+        rig = Rig(small(), limits=(1, 2048))
+        before = rig.snapshot()
+        error, made = device_error(nth, rig.engine.begin)
+        assert error is not None
+        assert made <= nth + 1  # nothing is tried after it, but to wait for what is under way
+        assert rig.engine.counters()["launches"] == max(0, nth - 1 - (calls - 2 * buckets)) // 2
+        rig.assert_masters(before)
+        assert rig.engine.begin() == _C.UNCHANGED
+        rig.assert_low(before)
+        rig.engine.restore()
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_wait_device_error_is_raised(nth: int) -> None:
     rig = Rig(small())
-    _C.host_fail_at(1)
-    try:
-        with pytest.raises(_C.DeviceError):
-            rig.engine.begin()
-    finally:
-        _C.host_fail_at(0)
-    assert rig.engine.is_low is False
+    with worker_held():
+        rig.engine.begin()
+        release = threading.Thread(target=lambda: (time.sleep(0.05), _C.host_hold(False)))
+        release.start()
+        error, made = device_error(nth, rig.engine.wait)
+        release.join()
+    assert error is not None
+    assert made == nth
+    rig.engine.wait()
+    rig.engine.restore()
 
 
 class Meddling(nn.Parameter):

@@ -1363,6 +1363,14 @@ try_changed_launch_on(attempt *a)
     return backend->launch_on(a->f->table, 1.0, a->stream, &error);
 }
 
+/* As after a capture that used the reserve up; what it held is left to the end of the program. */
+static mp_status
+try_launch_without_reserve(attempt *a)
+{
+    device->reserve = (mp_slab){NULL, 0, 0};
+    return try_changed_launch_on(a);
+}
+
 static uint64_t
 succeeded(const char *call, mp_status status)
 {
@@ -1389,8 +1397,8 @@ static void
 test_every_entry_survives_every_fault(void)
 {
     mp_status (*const entries[])(attempt *) = {
-        try_record, try_wait,   try_query,  try_event_synchronize, try_synchronize,
-        try_order,  try_launch, try_changed_launch_on, try_streams_in_turn,
+        try_record, try_wait, try_query, try_event_synchronize, try_synchronize,
+        try_order, try_launch, try_changed_launch_on, try_launch_without_reserve, try_streams_in_turn,
     };
     fixture f;
     attempt a = {&f, NULL, new_stream(), new_stream()};
@@ -1504,6 +1512,7 @@ try_slot(size_t bytes, int slab_full, int without_reserve)
         }
         OK(mp_cuda_enter(device, &error));
         const int events = sim.live("events"), memory = sim.live("device"), pinned = sim.live("pinned");
+        const size_t left = device->slab.left;
         const uint64_t calls = sim.calls("*");
         sim.fault("*", nth, 719, 1);
         status = mp_slot_take(device, bytes, &slot, &error);
@@ -1512,6 +1521,7 @@ try_slot(size_t bytes, int slab_full, int without_reserve)
             CHECK_EQ(status, MP_ERR_DEVICE);
             CHECK(strstr(error.text, " failed: CUDA_ERROR_LAUNCH_FAILED (719): ") != NULL);
             CHECK(slot == NULL);
+            CHECK(device->slab.left == left || device->slab.left == reserve.left); /* nothing was cut */
             CHECK_EQ(sim.live("events"), events);
             CHECK(sim.live("device") - memory <= made + slab_full);
             CHECK_EQ(sim.live("device") - memory, sim.live("pinned") - pinned);
