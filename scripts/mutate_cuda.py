@@ -54,6 +54,7 @@ TRAINING = [
     "test_simulated_faults.py",
     "test_engine.py",
     "test_event.py",
+    "test_cuda_streams.py",
     "test_simulated_training.py",
     "-k",
     "not test_simulated_training"

@@ -1267,6 +1267,34 @@ test_failure_after_the_copy_keeps_the_slot(void)
     }
 }
 
+/* A launch reads the slot, and what would tell its end was not recorded, although an event after an earlier launch is
+ * over.  Where callers order nothing after it, only their values may be wrong: no other rows may be sent to the slot. */
+static void
+test_failure_after_the_launch_keeps_the_slot(void)
+{
+    fixture f, other;
+    void *stream = new_stream();
+    sim.begin(SIM_LAZY, 1);
+    fixture_init_padded(&f, 400);
+    fixture_init_padded(&other, 400);
+    OK(backend->launch_on(f.table, 1.0, stream, &error));
+    CHECK_EQ(sim.cuStreamSynchronize(stream), 0);
+    sim.fault("cuEventRecord", 1, 999, 1);
+    CHECK_EQ(backend->launch_on(f.table, 1.0, stream, &error), MP_ERR_DEVICE);
+    backend->table_free(f.table);
+    for (int i = 0; i < 40; i++) { /* takes every slot of this size that is idle */
+        other.row.numel = COUNT - i;
+        OK(set_rows(&other));
+        OK(backend->launch(other.table, 1.0, &error));
+    }
+    CHECK_EQ(sim.cuStreamSynchronize(stream), 0);
+    OK(backend->synchronize(device, &error));
+    expect_clean();
+    OK(backend->table_new(device, &f.table, &error));
+    fixture_fini(&f);
+    fixture_fini(&other);
+}
+
 /* ---- Failure of single entries ---- */
 
 /* Empties the pool of events: the next one is made anew.  At most so many are in it. */
@@ -1819,6 +1847,7 @@ test_all(void)
     test_threads_share_a_device();
     test_step_survives_every_fault();
     test_failure_after_the_copy_keeps_the_slot();
+    test_failure_after_the_launch_keeps_the_slot();
     test_every_entry_survives_every_fault();
     test_slot_take_survives_every_fault();
     test_slots_are_used_again();
