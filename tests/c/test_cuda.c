@@ -394,9 +394,9 @@ test_open_refuses_a_device_that_the_kernel_does_not_fit(void)
 
 /* After what succeeded although its nth call was to fail: it made fewer, so that no failure was passed over. */
 static void
-expect_fault_to_come(uint64_t nth, uint64_t calls_before)
+expect_fault_to_come(const char *function, uint64_t nth, uint64_t calls_before)
 {
-    CHECK(sim.calls("*") - calls_before < nth);
+    CHECK(sim.calls(function) - calls_before < nth);
 }
 
 /* Every call that opening makes fails once: the error names it, nothing is kept, the next open may succeed. */
@@ -412,7 +412,7 @@ test_open_survives_every_fault(void)
         sim.fault("*", nth, 999, 1);
         const mp_status status = backend->open(0, &device, &error);
         if (status == MP_OK) {
-            expect_fault_to_come(nth, calls);
+            expect_fault_to_come("*", nth, calls);
             break;
         }
         faults++;
@@ -1225,7 +1225,7 @@ test_step_survives_every_fault(void)
             CHECK(strstr(error.text, "(999)") != NULL && strstr(error.text, ", device 0") != NULL);
         }
         else {
-            expect_fault_to_come(nth, calls);
+            expect_fault_to_come("*", nth, calls);
         }
         sim.begin(SIM_RANDOM, nth); /* waits for everything: a failed step leaves its streams unordered */
         for (int step = 0; step < 3; step++) {
@@ -1420,7 +1420,46 @@ expect_counted(const mp_counters *before, mp_status status, int single)
     }
 }
 
-/* Each call of each entry fails once: it is told by name, the caller's context is current again, nothing stays. */
+/* Fails the nth call of a function that an entry makes: it is told by name, the caller's context is current again,
+ * nothing stays.  0 when the entry made fewer. */
+static int
+fail_entry(attempt *a, mp_status (*entry)(attempt *), const char *function, uint64_t nth)
+{
+    const int makes_slots = entry == try_changed_launch_on || entry == try_launch_without_reserve;
+    const int several = entry == try_streams_in_turn;
+    mp_counters counted;
+    void *before, *after;
+    sim.begin(SIM_LAZY, nth);
+    OK(backend->launch(a->f->table, 1.0, &error));
+    OK(backend->event_record(a->event, &error));
+    const int events = sim.live("events");
+    sim.begin(SIM_LAZY, nth); /* counts calls from here; what was launched is over */
+    OK(backend->event_record(a->event, &error));
+    backend->counters(device, &counted);
+    CHECK_EQ(sim.cuCtxGetCurrent(&before), 0);
+    const uint64_t calls = sim.calls(function);
+    sim.fault(function, nth, 719, 1);
+    const mp_status status = entry(a);
+    expect_counted(&counted, status, !several);
+    if (status != MP_OK) {
+        CHECK_EQ(status, MP_ERR_DEVICE);
+        CHECK(strstr(error.text, " failed: CUDA_ERROR_LAUNCH_FAILED (719): ") != NULL);
+        CHECK(strncmp(error.text, "cu", 2) == 0 && strstr(error.text, ", device 0") != NULL);
+        CHECK(makes_slots || several || sim.live("events") == events);
+    }
+    else {
+        expect_fault_to_come(function, nth, calls);
+    }
+    sim.begin(SIM_LAZY, nth);
+    CHECK_EQ(sim.cuCtxGetCurrent(&after), 0);
+    CHECK(before == after);
+    one_step(a->f, a->stream, (float)nth);
+    expect_clean();
+    return status != MP_OK;
+}
+
+/* Each call of each entry fails once, and once more function by function: which call is the nth of all depends on the
+ * slots that are idle. */
 static void
 test_every_entry_survives_every_fault(void)
 {
@@ -1428,47 +1467,23 @@ test_every_entry_survives_every_fault(void)
         try_record, try_wait, try_query, try_event_synchronize, try_synchronize,
         try_order, try_launch, try_changed_launch_on, try_launch_without_reserve, try_streams_in_turn,
     };
+    const char *const functions[] = {"*", "cuStreamWaitEvent", "cuEventRecord", "cuEventQuery"};
     fixture f;
     attempt a = {&f, NULL, new_stream(), new_stream()};
     static mp_event *taken[POOL];
-    void *before, *after;
     sim.begin(SIM_LAZY, 1);
     fixture_init_padded(&f, 1);
     const size_t count = drain_events(taken);
     a.event = taken[count - 1];
-    CHECK_EQ(sim.cuCtxGetCurrent(&before), 0);
     for (size_t i = 0; i < sizeof entries / sizeof *entries; i++) {
-        mp_status status = MP_ERR_DEVICE;
-        uint64_t nth = 1;
-        for (; status != MP_OK && nth < 50; nth++) {
-            sim.begin(SIM_LAZY, nth);
-            OK(backend->launch(f.table, 1.0, &error));
-            OK(backend->event_record(a.event, &error));
-            const int events = sim.live("events");
-            mp_counters counted;
-            sim.begin(SIM_LAZY, nth); /* counts calls from here; what was launched is over */
-            OK(backend->event_record(a.event, &error));
-            backend->counters(device, &counted);
-            const uint64_t calls = sim.calls("*");
-            sim.fault("*", nth, 719, 1);
-            status = entries[i](&a);
-            expect_counted(&counted, status, entries[i] != try_streams_in_turn);
-            if (status != MP_OK) {
-                CHECK_EQ(status, MP_ERR_DEVICE);
-                CHECK(strstr(error.text, " failed: CUDA_ERROR_LAUNCH_FAILED (719): ") != NULL);
-                CHECK(strncmp(error.text, "cu", 2) == 0 && strstr(error.text, ", device 0") != NULL);
-                CHECK(i >= 7 || sim.live("events") == events); /* else a slot was made, which stays */
+        for (size_t j = 0; j < sizeof functions / sizeof *functions; j++) {
+            uint64_t nth = 1;
+            while (fail_entry(&a, entries[i], functions[j], nth) && nth < 60) {
+                nth++;
             }
-            else {
-                expect_fault_to_come(nth, calls);
-            }
-            sim.begin(SIM_LAZY, nth);
-            CHECK_EQ(sim.cuCtxGetCurrent(&after), 0);
-            CHECK(before == after);
-            one_step(&f, a.stream, (float)nth);
-            expect_clean();
+            CHECK(nth < 60);
+            CHECK(j > 0 || nth >= 4); /* entering, the call, leaving; and a turn without a fault */
         }
-        CHECK(nth >= 4 && nth < 50); /* entering, the call, leaving; and a turn without a fault */
     }
     for (size_t i = 0; i < count; i++) {
         backend->event_put(taken[i]);
@@ -1556,7 +1571,7 @@ try_slot(size_t bytes, int slab_full, int without_reserve)
         }
         else {
             CHECK(slot != NULL && slot->bytes >= bytes && slot->memory != 0 && slot->staging != NULL);
-            expect_fault_to_come(nth, calls);
+            expect_fault_to_come("*", nth, calls);
         }
         sim.begin(SIM_LAZY, nth);
         OK(mp_cuda_leave(device, MP_OK, &error));
@@ -1624,7 +1639,7 @@ test_capture_survives_every_fault(void)
                 CHECK(strstr(error.text, " failed: CUDA_ERROR_LAUNCH_FAILED (719): ") != NULL);
             }
             else {
-                expect_fault_to_come(nth, calls);
+                expect_fault_to_come("*", nth, calls);
             }
             void *context;
             for (int i = 0; status == MP_OK && i < 50 && sim.cuCtxGetCurrent(&context) == 0; i++) {
