@@ -135,16 +135,25 @@ class Backward:
         self._running = _Running(torch._C._current_graph_task_id(), passes, sync)
         if reached is not None:
             reached.kept = _graph_is_kept()
-        if reached is not None and reached.copies is not None:
-            self.low.enter_again(reached.copies)
-            self.low.wait()
+            self._put_copies(reached)
         self.reducer.begin(sync, early=self._may_reduce_early(reached))
         Variable._execution_engine.queue_callback(_End(self, self._running))
 
+    def _put_copies(self, reached: Pass) -> None:
+        """Parameters become the copies that the forward was computed with: a graph refers to some by the parameter itself."""
+        if reached.copies is not None:
+            self.low.enter_again(reached.copies)
+            self.low.wait()
+
     def _join(self, running: _Running, reached: Pass) -> None:
-        """Another forward's outputs take part in the backward under way."""
+        """Another forward's outputs take part in the backward under way.
+
+        Autograd runs what was computed last first: when it gets to the outputs of an earlier forward, the later one's graph,
+        which may have been computed with other copies, is done with.
+        """
         running.passes.append(reached)
         reached.kept = _graph_is_kept()
+        self._put_copies(reached)
         if reached.sync and not running.sync:
             running.sync = True
             self.reducer.upgrade()

@@ -39,6 +39,15 @@ GRACE = 3.0  # for the other ranks, once one has failed
 T = TypeVar("T")
 
 
+def _use_streams_that_are_there() -> None:
+    """A build for CUDA has no stream to give on a machine without a GPU, where PyTorch's own constructor asks for one."""
+    if torch.version.cuda is not None and not torch.cuda.is_available():
+        torch.Stream = functools.partial(torch.Stream, device="cpu")
+
+
+_use_streams_that_are_there()
+
+
 class Rank:
     """What a test function gets: which rank it is, and what ranks do together."""
 
@@ -240,13 +249,17 @@ def _answer(rank: Rank, module: str, name: str, arguments: dict[str, Any]) -> tu
     return _PASSED
 
 
+def let_go_of_failed_backward() -> None:
+    """PyTorch keeps parts of a graph whose backward failed until the thread's next backward: this is one."""
+    torch.ones((), requires_grad=True).mul(2).backward()
+
+
 def _require_clean() -> None:
     """Nothing of ddp_mp outlives the models of a test."""
     from ddp_mp import guards, patching
 
     patching.uninstall()
-    # PyTorch keeps parts of a graph whose backward failed until the thread's next backward
-    torch.ones((), requires_grad=True).mul(2).backward()
+    let_go_of_failed_backward()
     gc.collect()
     left = [model for models in patching.registrations._watched.values() for model in models]
     kept = [type(other).__name__ for other in gc.get_referrers(*left)]

@@ -435,6 +435,46 @@ def test_backward_twice_over_a_graph_whose_copies_were_given_back_equals_oracle(
     assert model.weight.grad.item() == 4
 
 
+class Normalised(nn.Module):
+    """Its graph refers to the norm's weight by the parameter, and with checkpoints to every parameter."""
+
+    def __init__(self, checkpoints: bool | None) -> None:
+        super().__init__()
+        self.checkpoints = checkpoints
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.checkpoints is None:
+            return self.inner(x)
+        return checkpoint(self.inner, x.requires_grad_(), use_reentrant=self.checkpoints)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("checkpoints", [None, False, True])
+@pytest.mark.parametrize("forwards", [2, 3])
+def test_backward_of_forwards_with_different_parameters_goes_through_the_parameters_of_each(
+    rank: Rank, checkpoints: bool | None, forwards: int
+) -> None:
+    module = Normalised(checkpoints)
+    ddp = Trial(rank, module).ddp
+    expected, losses = {}, []
+    for index in range(forwards):
+        x = torch.randn(4, 8)
+        twin = copy.deepcopy(module).to(BF16)
+        mean_square(twin, x.to(BF16)).backward()
+        for name, param in twin.named_parameters():
+            expected[name] = expected.get(name, 0) + param.grad.float()
+        losses.append(mean_square(ddp, x))
+        with ddp_mp.full_precision(ddp):
+            for param in module.parameters():
+                param.data.mul_(-1.5 if index % 2 else 2.0)  # in a way that autograd does not see
+    torch.stack(losses).sum().backward()
+    for name, param in module.named_parameters():
+        assert param.dtype is F32
+        torch.testing.assert_close(param.grad, expected[name], rtol=0.02, atol=0.02 * expected[name].abs().max().item())
+    assert ddp_mp.stats(ddp).low_bytes == 0
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("end", ["backward", "no_grad"])
 def test_copies_that_the_user_keeps_stay_readable(rank: Rank, end: str) -> None:

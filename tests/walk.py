@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from oracle import BF16, F32, FP16, SYNC_BUFFERS, Call, Trial, mean_square
-from ranks import Rank
+from ranks import Rank, let_go_of_failed_backward
 from torch import nn
 from walk_models import SPECS
 
@@ -284,8 +284,6 @@ class Walk:
         if not subject.waiting:
             return False
         done = {"first": subject.waiting[:1], "last": subject.waiting[-1:], "all": subject.waiting[:]}[which]
-        if SPECS[subject.name].recomputes and len({w.written for w in done}) > 1:
-            return False  # only one generation of parameters can be in place when blocks are computed again
         ours = self._sum([w.loss for w in done])
         succeeded = _goes_through(ours, retain, any(w.stale for w in done))
         del ours
@@ -616,6 +614,7 @@ def _goes_through(loss: torch.Tensor, retain: bool, stale: bool) -> bool:
     except RuntimeError as error:
         if not stale or "modified by an inplace operation" not in str(error):
             raise
+        let_go_of_failed_backward()  # whoever has no loss any more can expect masters from here on
         return False
     return True
 
