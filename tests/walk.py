@@ -552,6 +552,9 @@ class Walk:
             return False
         subject.drop()
         ddp_mp.unpatch(subject.ddp)
+        if SPECS[subject.name].unused:  # PyTorch leaves what ranks hold of a weight that the step uses nowhere
+            subject.ddp.zero_grad()
+            subject.oracle.zero_grad()
         oracle, inputs = subject.oracle, self._inputs(seed)
         dtype, oracle.dtype, reduce, oracle.reduce_dtype = oracle.dtype, None, oracle.reduce_dtype, F32
         self._broadcast(subject)
