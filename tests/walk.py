@@ -481,19 +481,22 @@ class Walk:
                 ours.data.mul_(0.75)
             else:
                 ours.data = ours.data * 0.75
-        theirs.data.mul_(0.75)
+        if way == "data":
+            theirs.data = theirs.data * 0.75
+        else:
+            theirs.data.mul_(0.75)
         if way != "visible":
             ddp_mp.masters_changed(subject.ddp)
         subject.written(visible=way == "visible")
 
     def replace(self, subject: Subject, index: int, seed: int) -> None:
-        """Another parameter object, wherever the old one was."""
+        """Another parameter object, wherever the old one was; its layout is the oracle's too: sums have the same order."""
         subject.drop()
         names = subject.names
         name = names[index % len(names)]
         old, theirs = subject.both(name)
         new = nn.Parameter(self._new_values(subject, seed)[name], requires_grad=old.requires_grad)
-        theirs.data.copy_(new.data)
+        theirs.data = new.data.clone()
         for inner in subject.module.modules():
             for key in [k for k, p in inner._parameters.items() if p is old]:
                 setattr(inner, key, new)
@@ -515,7 +518,10 @@ class Walk:
             subject.oracle.zero_grad()
         subject.module.load_state_dict(state, assign=way == "assign")
         for name, param in subject.oracle.module.named_parameters():
-            param.data.copy_(values[name])
+            if way == "assign":
+                param.data = values[name].clone()
+            else:
+                param.data.copy_(values[name])
         subject.written(visible=True)
         if way == "assign":
             subject.new_optimizers()
