@@ -68,9 +68,10 @@ def values(type_: int, count: int, seed: int) -> np.ndarray:
     ordinary = make.standard_normal(count) * 2.0 ** make.integers(-12, 12, count)
     special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-7, -6e-8, 1e-41, -1e-39, 65519.9, 65520.1, 1e38, 3.5e38, 1e300])
     chosen = np.where(make.random(count) < 0.15, special[make.integers(0, len(special), count)], ordinary)
-    # Ties of the narrow types, and what lies just beside them.
-    near = np.float32(1.0 + make.integers(0, 2048, count) / 2048) * (1 + make.integers(-1, 2, count) * 2.0**-23)
-    chosen = np.where(make.random(count) < 0.2, near, chosen)
+    # Ties of bfloat16 and of float16, to even and to odd, and what lies just beside them.
+    steps = np.where(make.random(count) < 0.5, make.integers(0, 128, count) * 16 + 8, make.integers(0, 1024, count) * 2 + 1)
+    near = np.float32(1.0 + steps / 2048) * (1 + make.choice([-1, 0, 0, 1], count) * 2.0**-23)
+    chosen = np.where(make.random(count) < 0.5, near, chosen)
     with np.errstate(over="ignore"):
         if type_ == 0:
             return chosen.astype(np.float64).view(np.uint8)
