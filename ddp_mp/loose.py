@@ -77,9 +77,7 @@ class LooseGradients:
         return b"\2" if self._fired and self._empty else bytes([self._fired])
 
     def contributes(self) -> bytes:
-        if self._stash is not None and self._stash is not self._base:
-            return b"\1"
-        return self.fired_flags()
+        return b"\1" if self._has_own_part() else self.fired_flags()
 
     def end(self) -> None:
         self.active = self._early = False
@@ -126,9 +124,13 @@ class LooseGradients:
             total = total / divisor
         return total.coalesce().to(wire) if total.is_sparse else total.to(wire, copy=True).contiguous()
 
+    def _has_own_part(self) -> bool:
+        """Whether more is set aside than all ranks have."""
+        return self._stash is not None and self._stash is not self._base
+
     def _own_part(self) -> torch.Tensor | None:
         """What is set aside and is not on all other ranks."""
-        if self._stash is None or self._stash is self._base:
+        if self._stash is None or not self._has_own_part():
             return None
         return self._stash if self._base is None else self._stash - self._base
 
