@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -35,6 +35,9 @@ class Reducer:
         on_late: called when a gradient arrives while no backward is known to run.
         on_error: called when a hook fails, before the error leaves it.
     """
+
+    #: Those whose gradients the backward under way is to reduce, in the order in which it came to their models.
+    _under_way: ClassVar[list[weakref.ref[Reducer]]] = []
 
     def __init__(
         self,
@@ -61,6 +64,7 @@ class Reducer:
         self._tied = [any(len(self.entries[row].sites) > 1 for row in bucket.rows) for bucket in self.buckets]
         self._ready = [False] * len(self.buckets)
         self._next = 0  # buckets before this one are launched
+        self._weak = weakref.ref(self)
         self._held = False  # nothing more is launched before the backward ends
         self._task = -1  # the autograd task of the backward under way
         self._was_open = False
@@ -160,15 +164,33 @@ class Reducer:
                 for bucket in buckets:
                     bucket.check_stashes()
         self._late_source, self._late_row = None, -1
-        self._held, self._task = False, torch._C._current_graph_task_id()
+        self._held, self._task = self._is_after_another(), torch._C._current_graph_task_id()
         self._was_open = self.open
         if sync:
             self.upgrade()
 
     def upgrade(self) -> None:
         """The backward under way is to be reduced after all."""
+        if self._weak not in self._under_way:
+            self._under_way.append(self._weak)
         if not self.open:
             self._open()
+
+    def _is_after_another(self) -> bool:
+        """Whether the backward under way came to another model before, and that one is not done with reducing.
+
+        Some ranks may reduce a bucket early and others at the end, as where weights may be unused.  What a second model
+        reduces in the same backward must come after all of the first one's on every rank, so that ranks pair the same ones.
+        """
+        for weak in self._under_way:
+            other = weak()
+            if other is not None and other is not self and (other.any_unused or other._next < len(other.buckets)):
+                return True
+        return False
+
+    def _leave(self) -> None:
+        if self._weak in self._under_way:
+            self._under_way.remove(self._weak)
 
     def touched(self) -> bool:
         """Whether any gradient has arrived in the backward under way."""
@@ -179,6 +201,7 @@ class Reducer:
 
     def cancel(self) -> None:
         """The backward accumulated no gradient: everything is as before it."""
+        self._leave()
         for bucket in self.buckets:
             bucket.keep_local()
         for source, _ in self._of_source:
@@ -209,12 +232,14 @@ class Reducer:
                     bucket.keep_local()
         for source, _ in self._of_source:
             source.end()
+        self._leave()
         if complete or not self.open:
             self._close()
         return complete
 
     def abort(self) -> None:
         """After an error, with masters in place: gradients become what they were before the backward."""
+        self._leave()
         if self.open:
             self._out_of_step = True
         first = self._next - len(self._pending)
@@ -241,9 +266,6 @@ class Reducer:
 
     def _open(self) -> None:
         self._round += 1
-        if self._out_of_step:
-            self.comm.require_same_round(self._round, self.buckets)
-            self._out_of_step = False
         self.open = True
 
     def forget_round(self) -> None:
@@ -284,6 +306,9 @@ class Reducer:
                 self._launch()
 
     def _launch(self) -> None:
+        if self._out_of_step:  # before the round's first collective, so that ranks pair it
+            self.comm.require_same_round(self._round, self.buckets)
+            self._out_of_step = False
         bucket = self.buckets[self._next]
         last = self._next == len(self.buckets) - 1
         before, after = self.comm.division(bucket.reduce_dtype or bucket.params[0].dtype)

@@ -116,6 +116,36 @@ def test_unused_on_one_rank_alone_equals_oracle(rank: Rank) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("failed", [False, True])
+@pytest.mark.parametrize("unused", [(True, False), (True, True), (False, True)], ids=str)
+def test_unused_on_some_ranks_in_a_backward_through_two_models_equals_oracle(
+    rank: Rank, unused: tuple[bool, bool], failed: bool
+) -> None:
+    """One rank uses everything, and has buckets of its second model complete early; another does not."""
+    trials = [
+        Trial(rank, Choice() if chooses else mlp(), find_unused_parameters=chooses, bucket_cap_mb=0.0001) for chooses in unused
+    ]
+    for seed, chosen in enumerate(([7, 2], [1, 7])):
+        inputs = [inputs_that_choose(rank, chosen, 2 * seed + k) for k in range(2)]
+        if failed:  # the next round begins with a look at whether all ranks failed
+            for trial, xs in zip(trials, inputs, strict=True):
+                output = trial.ddp(xs[rank.index])
+                output.register_hook(no_luck)
+                with pytest.raises(ValueError, match="no luck"):
+                    output.sum().backward()
+        losses = [mean_square(trial.ddp, xs[rank.index]) for trial, xs in zip(trials, inputs, strict=True)]
+        (losses[0] + losses[1]).backward()
+        for trial, xs in zip(trials, inputs, strict=True):
+            trial.oracle.backward(square_step, xs)
+            trial.check()
+            trial.zero_grad()
+
+
+def no_luck(_grad: torch.Tensor) -> None:
+    raise ValueError("no luck")
+
+
+@on_ranks(2)
 def test_unused_with_checkpoints_equals_oracle(rank: Rank) -> None:
     class Skips(Two):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
