@@ -39,13 +39,24 @@ GRACE = 3.0  # for the other ranks, once one has failed
 T = TypeVar("T")
 
 
-def _use_streams_that_are_there() -> None:
+def use_streams_that_are_there() -> None:
     """A build for CUDA has no stream to give on a machine without a GPU, where PyTorch's own constructor asks for one."""
-    if torch.version.cuda is not None and not torch.cuda.is_available():
-        torch.Stream = functools.partial(torch.Stream, device="cpu")
+    if torch.version.cuda is None or torch.cuda.is_available():
+        return
+    real = torch.Stream
+
+    class Kind(type):
+        def __instancecheck__(cls, value: object) -> bool:
+            return isinstance(value, real)
+
+    class Stream(real, metaclass=Kind):
+        def __new__(cls, device: Any = "cpu", **more: Any) -> Any:
+            return real(device, **more)
+
+    torch.Stream = Stream
 
 
-_use_streams_that_are_there()
+use_streams_that_are_there()
 
 
 class Rank:
