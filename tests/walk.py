@@ -461,6 +461,10 @@ class Walk:
             subject.forget_reduced()
         for param in subject.both(name):
             param.requires_grad_(not frozen)
+        if frozen:  # whether what clipping makes of a gradient that stays is reduced is nobody's promise
+            subject.module.get_parameter(name).grad = None
+            for grads in subject.oracle.grads:
+                grads[name] = None
         return True
 
     # --- parameters --------------------------------------------------------------------------------------------------
