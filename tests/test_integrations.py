@@ -99,6 +99,14 @@ def run(folder: Path, name: str, *arguments: str, before: Any = None) -> tuple[l
     return [state for state, _ in results], printed[0], [notes for _, notes in results]
 
 
+def test_programs_are_shown_as_they_can_be_run() -> None:
+    page = (ROOT / "docs" / "integrations.md").read_text()
+    for program in PROGRAMS.glob("*.py"):
+        command = f"torchrun --standalone --nproc-per-node=2 examples/integrations/{program.name}\n"
+        assert f"    {command}" in program.read_text().replace(" [BACKEND]", ""), program.name
+        assert f"```sh\n{command}" in page, program.name
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """As in the ranks: how many threads there are decides in which order some operations sum."""

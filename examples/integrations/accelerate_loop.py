@@ -1,9 +1,10 @@
 """Hugging Face Accelerate: its loop, with gradient accumulation and clipping.
 
-    accelerate launch --cpu --num_processes=2 examples/integrations/accelerate_loop.py
+    torchrun --standalone --nproc-per-node=2 examples/integrations/accelerate_loop.py
 
-or with torchrun.  `Accelerator.prepare` builds the wrapper and does not pass `mixed_precision=` on, so `ddp_mp.install` is
-told the precisions.  Leave Accelerate's own `mixed_precision` at "no": that one is autocast, which would be a second one.
+or, on GPUs, with `accelerate launch --num_processes=2`, which starts one process only on a CPU.
+`Accelerator.prepare` builds the wrapper and does not pass `mixed_precision=` on, so `ddp_mp.install` is told the precisions.
+Leave Accelerate's own `mixed_precision` at "no": that one is autocast, which would be a second one.
 Where the script only wants one model patched: `ddp_mp.patch(accelerator.prepare(model), mixed_precision=...)`.
 Prints the loss, and what type the parameters have where a user sees them.
 """
