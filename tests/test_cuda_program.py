@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from kernel_image import kernel_image
-from simcuda import build
+from simcuda.build import library as simulated_driver
 from test_c_programs import CC, FLAGS, OPTIONS, ROOT, build_command, runner
 
 PROGRAM = ROOT / "tests" / "c" / "test_cuda.c"
@@ -57,7 +57,7 @@ def run_sanitized(flavour: str, programs, image: Path, *arguments: str) -> None:
     prefix = runner(flavour)
     if prefix is None:
         pytest.skip(f"{CC} has no runtime for {FLAGS[flavour][0]} here")
-    run(programs(flavour), image, build.library(SANITIZE[flavour]), *arguments, prefix=prefix)
+    run(programs(flavour), image, simulated_driver(SANITIZE[flavour]), *arguments, prefix=prefix)
 
 
 @pytest.mark.parametrize("flavour", ["plain", pytest.param("address", marks=pytest.mark.slow)])
@@ -73,13 +73,13 @@ def test_threads_share_a_device_without_races(image, programs):
 @pytest.mark.parametrize("capability", ["75", "80", "86", "90", "100", "103", "120"])
 def test_every_architecture_runs_its_own_code(capability, image, programs):
     note = f"sm_{capability}, embedded image"
-    run(programs("plain"), image, build.library(), "convert", note, SIMCUDA_DEVICES=capability)
+    run(programs("plain"), image, simulated_driver(), "convert", note, SIMCUDA_DEVICES=capability)
 
 
 def test_driver_older_than_the_toolkit_gets_the_older_ptx(image, programs):
     # A device without machine code in the image, on a driver that cannot compile the toolkit's PTX.
     run(
-        programs("plain"), image, build.library(), "convert", "embedded PTX for older drivers",
+        programs("plain"), image, simulated_driver(), "convert", "embedded PTX for older drivers",
         SIMCUDA_DEVICES="110", SIMCUDA_DRIVER_VERSION="12040",
     )  # fmt: skip
 
@@ -91,18 +91,18 @@ def test_driver_older_than_the_toolkit_gets_the_older_ptx(image, programs):
 )
 def test_driver_without_a_symbol_still_works(hidden, image, programs):
     run(
-        programs("plain"), image, build.library(hide=hidden), "convert", "embedded image",
+        programs("plain"), image, simulated_driver(hide=hidden), "convert", "embedded image",
         SIMCUDA_DEVICES="90", SIMCUDA_HIDE=",".join(hidden),
     )  # fmt: skip
 
 
 def test_driver_without_a_required_symbol_is_named(image, programs):
-    library = build.library(hide=["cuLaunchKernel"])
+    library = simulated_driver(hide=["cuLaunchKernel"])
     run(programs("plain"), image, library, "refuse", "it has no cuLaunchKernel", SIMCUDA_HIDE="cuLaunchKernel")
 
 
 def test_device_older_than_the_kernels_is_refused(image, programs):
-    run(programs("plain"), image, build.library(), "refuse", "compute capability 7.0", SIMCUDA_DEVICES="70")
+    run(programs("plain"), image, simulated_driver(), "refuse", "compute capability 7.0", SIMCUDA_DEVICES="70")
 
 
 # --- no image: NVRTC compiles, if it can -------------------------------------------------------------------------------
@@ -134,7 +134,8 @@ def nvrtc(image, tmp_path):
 def test_device_without_an_image_gets_what_nvrtc_compiles(capability, target, image, programs, nvrtc):
     given = nvrtc(capability) | {"NVRTC_WANTS": target}
     run(
-        programs("plain"), image, build.library(), "convert", f"sm_{capability}, compiled by NVRTC 13.0 for {target}", **given
+        programs("plain"), image, simulated_driver(), "convert", f"sm_{capability}, compiled by NVRTC 13.0 for {target}",
+        **given,
     )  # fmt: skip
 
 
@@ -152,19 +153,19 @@ def test_device_without_an_image_gets_what_nvrtc_compiles(capability, target, im
 def test_failure_of_nvrtc_is_told(failing, why, image, programs, nvrtc):
     given = nvrtc("90") | {"NVRTC_FAILS": failing}
     text = f"no kernel for device 0 (sm_90): no image in this test; NVRTC 13.0 {why}"
-    run(programs("plain"), image, build.library(), "refuse", text, **given)
+    run(programs("plain"), image, simulated_driver(), "refuse", text, **given)
 
 
 def test_nvrtc_that_knows_only_newer_devices_is_told(image, programs, nvrtc):
     given = nvrtc("75") | {"NVRTC_KNOWS": "80,90"}
     run(
-        programs("plain"), image, build.library(), "refuse", "NVRTC 13.0 knows no architecture of this device", **given
+        programs("plain"), image, simulated_driver(), "refuse", "NVRTC 13.0 knows no architecture of this device", **given
     )  # fmt: skip
 
 
 def test_nvrtc_that_lacks_a_function_is_told(image, programs, nvrtc):
     run(
-        programs("plain"), image, build.library(), "refuse", "NVRTC lacks nvrtcGetPTX",
+        programs("plain"), image, simulated_driver(), "refuse", "NVRTC lacks nvrtcGetPTX",
         **nvrtc("90", "-DnvrtcGetPTX=another"),
     )  # fmt: skip
 
@@ -172,4 +173,4 @@ def test_nvrtc_that_lacks_a_function_is_told(image, programs, nvrtc):
 def test_result_of_nvrtc_that_does_not_load_is_told(image, programs, nvrtc):
     given = nvrtc("90")
     Path(given["NVRTC_RESULT"]).write_text("no PTX at all")
-    run(programs("plain"), image, build.library(), "refuse", "compiled by NVRTC 13.0 for sm_90: CUDA_ERROR_INVALID", **given)
+    run(programs("plain"), image, simulated_driver(), "refuse", "compiled by NVRTC 13.0 for sm_90: CUDA_ERROR_INVALID", **given)
