@@ -36,7 +36,7 @@ class Reducer:
         on_error: called when a hook fails, before the error leaves it.
     """
 
-    #: Those whose gradients the backward under way is to reduce, in the order in which it came to their models.
+    #: Those that reduce what the backward under way brings.
     _under_way: ClassVar[list[weakref.ref[Reducer]]] = []
 
     def __init__(
@@ -174,7 +174,8 @@ class Reducer:
         if self._weak not in self._under_way:
             self._under_way.append(self._weak)
         if not self.open:
-            self._open()
+            self._round += 1
+            self.open = True
 
     def _is_after_another(self) -> bool:
         """Whether the backward under way came to another model before, and that one is not done with reducing.
@@ -263,10 +264,6 @@ class Reducer:
             "DistributedDataParallel with find_unused_parameters=True; otherwise make sure that every output of the "
             "module takes part in the loss."
         )
-
-    def _open(self) -> None:
-        self._round += 1
-        self.open = True
 
     def forget_round(self) -> None:
         """The process group changed: what the last round left open is not waited for."""
