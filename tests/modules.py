@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,6 +57,32 @@ class Statistics(nn.Module):
             self.mean.mul_(1 - self.newest).add_(y.detach().mean(0).to(self.mean.dtype), alpha=self.newest)
             self.batches += 1
         return y - self.mean.to(y.dtype)
+
+
+class Choice(nn.Module):
+    """Which branches run is in the first column of the input: bit k, of as many as there are branches, for branch k."""
+
+    def __init__(self, branches: int = 3) -> None:
+        super().__init__()
+        self.entry = nn.Linear(8, 8)
+        self.branches = nn.ModuleList(nn.Linear(8, 8) for _ in range(branches))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = int(x[0, 0])
+        x = self.entry(x / 8)
+        for k, branch in enumerate(self.branches):
+            if chosen >> k & 1:
+                x = branch(x).tanh()
+        return x
+
+
+class Luck(Exception):  # noqa: N818 - it is none of ours
+    """What a user's hook raises."""
+
+
+def no_luck(*_: Any) -> Any:
+    """A hook that raises :class:`Luck`."""
+    raise Luck
 
 
 def scalar(value: float = 0.5) -> nn.Linear:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from modules import column, mlp, scalar, vectors
+from modules import Luck, column, mlp, no_luck, scalar, vectors
 from oracle import BF16, F32, Trial, mean_square, square_step
 from ranks import Rank, on_ranks
 from torch.nn.parallel import DistributedDataParallel
@@ -26,14 +26,6 @@ import ddp_mp
 from ddp_mp import _C
 
 MIXED = ddp_mp.MixedPrecision(BF16, F32)
-
-
-class Luck(Exception):  # noqa: N818 - it is none of ours
-    """What a user's hook raises."""
-
-
-def no_luck(*_: Any) -> Any:
-    raise Luck
 
 
 # --- a rank that fails ---------------------------------------------------------------------------------------------------

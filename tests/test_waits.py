@@ -12,11 +12,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from modules import Saved, Two, mlp, vectors
+from modules import Choice, Saved, Two, mlp, vectors
 from oracle import Trial, mean_square, require_same, square_step
 from ranks import Rank, on_ranks
 from test_models import MODELS
-from test_unused import Choice, inputs_that_choose
+from test_unused import inputs_that_choose
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

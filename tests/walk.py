@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from modules import Luck, no_luck
 from oracle import BF16, F32, FP16, SYNC_BUFFERS, Call, Trial, mean_square
 from ranks import Rank, let_go_of_failed_backward
 from torch import nn
@@ -43,14 +44,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": lambda ps: torch.optim.SGD(ps, lr=0.0625, momentum=0.5),
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01),
 }
-
-
-class Luck(Exception):  # noqa: N818 - it is none of ours
-    """What a user's hook raises."""
-
-
-def no_luck(*_: Any) -> None:
-    raise Luck
 
 
 @dataclass(eq=False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from modules import Saved, Statistics, Two, mlp
+from modules import Choice, Saved, Statistics, Two, mlp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -54,23 +54,6 @@ class Checkpointed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False)
-        return x
-
-
-class Choice(nn.Module):
-    """The first column of the input says which branches run: bit k for branch k."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entry = nn.Linear(8, 8)
-        self.branches = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        chosen = int(x[0, 0]) % 8
-        x = self.entry(x / 8)
-        for k, branch in enumerate(self.branches):
-            if chosen >> k & 1:
-                x = branch(x).tanh()
         return x
 
 
