@@ -99,6 +99,8 @@ def test_rank_whose_process_ends_inside_a_hook_ends_the_others(tmp_path: Any, ho
                     assert all(p.dtype is torch.float32 for p in ddp.parameters())
                     print("an error")
                     os._exit(0)
+                except ValueError:
+                    os._exit(1)  # at once: PyTorch, with plain DDP too, may abort where Python ends beside a dead rank
             """
         )
         for index in range(2)
