@@ -83,8 +83,10 @@ int
 nvrtcCreateProgram(void **out, const char *source, const char *name, int headers, const char *const *texts,
                    const char *const *names)
 {
-    *out = source != NULL && name != NULL && headers == 0 && texts == NULL && names == NULL ? malloc(1) : NULL;
-    return fails("nvrtcCreateProgram");
+    const int code = fails("nvrtcCreateProgram");
+    const int right = source != NULL && name != NULL && headers == 0 && texts == NULL && names == NULL;
+    *out = code == 0 && right ? malloc(1) : NULL; /* what fails makes nothing that could be destroyed */
+    return code;
 }
 
 int
