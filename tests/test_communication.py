@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from modules import Statistics, column, mlp, scalar, vectors
+from modules import Luck, Statistics, column, mlp, no_luck, scalar, vectors
 from oracle import BF16, F32, FP16, SYNC_BUFFERS, Trial, require_same, square_step
 from ranks import Rank, on_ranks
 from torch import nn
@@ -217,6 +217,114 @@ def test_hook_gets_gradients_with_the_shapes_of_parameters(rank: Rank) -> None:
     assert all(grad == param for grad, param in shapes)
     for name, param in trial.module.named_parameters():
         require_same(name, param.grad, trial.oracle.grads[0][name] * 2)
+
+
+# --- when buckets are reduced --------------------------------------------------------------------------------------------
+
+
+class Watched:
+    """A model of three layers and many buckets that counts how many are reduced when its first layer has its gradient."""
+
+    def __init__(self, find_unused: bool = False, static_graph: bool = False) -> None:
+        self.model = mlp(8, 3)
+        self.at_first_layer: list[int] = []
+        self._seen: list[Any] = []
+        ddp = DistributedDataParallel(
+            self.model, find_unused_parameters=find_unused, static_graph=static_graph, bucket_cap_mb=0.0001
+        )
+        ddp.register_comm_hook(None, identity_of(default_hooks.allreduce_hook, self._seen))
+        self.ddp = ddp_mp.patch(ddp, mixed_precision=ddp_mp.MixedPrecision(BF16))
+        self.model.register_forward_pre_hook(lambda *_: self._seen.clear())
+        self.model[0].weight.register_hook(lambda _: self.at_first_layer.append(len(self._seen)))
+
+    def loss(self) -> torch.Tensor:
+        return self.ddp(torch.randn(4, 8)).float().square().mean()
+
+
+def whole(loss: torch.Tensor, model: nn.Module) -> None:
+    loss.backward()
+
+
+def asks_only(loss: torch.Tensor, model: nn.Module) -> None:
+    torch.autograd.grad(loss, list(model.parameters()))
+
+
+def fails(loss: torch.Tensor, model: nn.Module) -> None:
+    handle = model[0].weight.register_hook(no_luck)
+    with pytest.raises(Luck):
+        loss.backward()
+    handle.remove()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("before", [None, whole, asks_only, fails])
+def test_reduction_begins_while_the_backward_goes_on_whatever_another_model_did(rank: Rank, before: Any) -> None:
+    watched = Watched()
+    if before is not None:
+        other = Watched(find_unused=True)
+        before(other.loss(), other.model)
+    for _ in range(2):
+        watched.loss().backward()
+    assert len(watched.at_first_layer) == 2
+    assert min(watched.at_first_layer) > 0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("unused", [False, True])
+def test_reduction_waits_for_that_of_another_model_in_the_same_backward(rank: Rank, unused: bool) -> None:
+    """Where weights may be unused, a rank may reduce the other's last bucket when the backward ends."""
+    later, first = Watched(), Watched(find_unused=unused)
+    (later.loss() + first.loss()).backward()  # autograd runs what was computed last first
+    assert first.at_first_layer[0] > 0
+    assert (later.at_first_layer[0] > 0) is not unused
+
+
+@on_ranks(2)
+def test_reduction_of_a_model_used_within_another_comes_after_all_of_the_other(rank: Rank) -> None:
+    """Where it is used, and so how many buckets of the outer one are complete when it is reached, depends on the rank."""
+    inner = Watched()
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for k, layer in enumerate(self.layers):
+                x = layer(x).tanh()
+                if k == rank.index:
+                    x = inner.ddp(x).to(x.dtype)
+            return x
+
+    trial = Trial(rank, Outer(), bucket_cap_mb=0.0001)
+    for seed in range(2):
+        square_step(trial.ddp, rank.inputs(vectors(), seed)[rank.index])
+    assert inner.at_first_layer == [0, 0]
+    for model in (trial.module, inner.model):
+        for name, param in model.named_parameters():
+            total = param.grad.clone()
+            dist.all_reduce(total)
+            require_same(name, param.grad * 2, total)
+
+
+@on_ranks(2)
+def test_reduction_with_a_static_graph_begins_early_from_the_second_round_on(rank: Rank) -> None:
+    watched = Watched(static_graph=True)
+    for _ in range(3):
+        watched.loss().backward()
+    assert watched.at_first_layer[0] == 0
+    assert min(watched.at_first_layer[1:]) > 0
+
+
+@on_ranks(2)
+def test_reduction_waits_for_the_end_while_a_local_forward_may_add_gradients(rank: Rank) -> None:
+    watched = Watched()
+    with watched.ddp.no_sync():
+        local = watched.loss()
+    (watched.loss() + local).backward()
+    assert watched.at_first_layer == [0]
+    watched.loss().backward()
+    assert watched.at_first_layer[1] > 0
 
 
 # --- Join ----------------------------------------------------------------------------------------------------------------
