@@ -15,6 +15,7 @@ RESULTS = {
     "hooks": {"hooks": "sum us/param"},
     "parts": {"parts": None},
     "step": {"step": "step ms"},
+    "forward": {"forward": "module ms"},
     "cast": {"cast": "ddp_mp", "cast-model": "ddp_mp"},
     "memory": {"memory": None},
     "scaling": {"scaling-plan": "plan us", "scaling-model": "step ms"},
@@ -87,3 +88,16 @@ def test_demo_few_steps_trains_both_and_draws(tmp_path):
     assert abs(full["loss"][-1] - mixed["loss"][-1]) < 0.05
     assert (tmp_path / "losses.png").stat().st_size > 10_000
     assert "events" in result.stdout
+
+
+@pytest.mark.slow
+def test_forward_parts_are_those_of_the_variant_and_make_the_whole(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.forward", "--quick", "--rounds", "1", "--output", str(tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stderr[-4000:]
+    rows = {row["variant"]: row for row in json.loads((tmp_path / "forward.json").read_text())["rows"]}
+    parts = ("module", "casts, switches", "hooks", "wrapper")
+    present = {name: [part for part in parts[1:3] if row[f"{part} ms"]["median"] > 0] for name, row in rows.items()}
+    assert present == {"bf16": [], "alone": [], "floor": ["casts, switches"], "ddp_mp": ["casts, switches", "hooks"]}
+    for row in rows.values():
+        assert sum(row[f"{part} ms"]["median"] for part in parts) == pytest.approx(row["forward ms"]["median"])
