@@ -854,8 +854,8 @@ static PyType_Spec engine_spec = {
 int
 mp_engine_init(PyObject *module, mp_state *state)
 {
-    state->engine_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &engine_spec, NULL);
-    if (state->engine_type == NULL || PyModule_AddType(module, state->engine_type) < 0) {
+    state->engine_type = mp_type_add(module, &engine_spec);
+    if (state->engine_type == NULL) {
         return -1;
     }
     state->wait_hook_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &wait_hook_spec, NULL);

@@ -15,6 +15,16 @@ mp_state_of_type(PyTypeObject *type)
     return PyType_GetModuleState(type);
 }
 
+PyTypeObject *
+mp_type_add(PyObject *module, PyType_Spec *spec)
+{
+    PyTypeObject *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, spec, NULL);
+    if (type != NULL && PyModule_AddType(module, type) < 0) {
+        Py_CLEAR(type);
+    }
+    return type;
+}
+
 PyObject *
 mp_raise(mp_state *state, const mp_error *err)
 {
@@ -105,7 +115,8 @@ module_exec(PyObject *module)
     if (mp_operations_init(module) < 0 || mp_knobs_init(module) < 0) {
         return -1;
     }
-    if (mp_event_init(module, state) < 0 || mp_engine_init(module, state) < 0) {
+    if (mp_event_init(module, state) < 0 || mp_event_queue_init(module, state) < 0 ||
+        mp_engine_init(module, state) < 0) {
         return -1;
     }
     return mp_gradients_init(module, state);

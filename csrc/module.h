@@ -28,9 +28,13 @@ mp_state *mp_state_of_type(PyTypeObject *type);
 mp_state *mp_state_of_module(PyObject *module);
 
 /* Each file that defines types adds them to the module and the state.  0, or -1 with an exception. */
-int mp_event_init(PyObject *module, mp_state *state);     /* event.c: Event, EventDeque, EventTable */
-int mp_engine_init(PyObject *module, mp_state *state);    /* engine.c: Engine and its wait hook */
-int mp_gradients_init(PyObject *module, mp_state *state); /* gradients.c: Gradients and its fire hook */
+int mp_event_init(PyObject *module, mp_state *state);       /* event.c: Event */
+int mp_event_queue_init(PyObject *module, mp_state *state); /* event_queue.c: EventDeque, EventTable */
+int mp_engine_init(PyObject *module, mp_state *state);      /* engine.c: Engine and its wait hook */
+int mp_gradients_init(PyObject *module, mp_state *state);   /* gradients.c: Gradients and its fire hook */
+
+/* Makes a type and adds it to the module under its own name.  A new reference, or NULL with an exception. */
+PyTypeObject *mp_type_add(PyObject *module, PyType_Spec *spec);
 
 /* Sets the Python exception that fits the status (MemoryError, DeviceError, ...).  Always returns NULL. */
 PyObject *mp_raise(mp_state *state, const mp_error *err);
