@@ -7,28 +7,8 @@
 #define DDP_MP_EXCHANGE_H
 
 #include <Python.h>
-#include <stdint.h>
 
-#include "dtype.h"
-
-typedef enum mp_layout {
-    MP_LAYOUT_DENSE = 0, /* every byte of [data, data + numel * size) belongs to exactly one element */
-    MP_LAYOUT_OTHER = 1, /* gapped, overlapping or expanded: copy through PyTorch */
-} mp_layout;
-
-#define MP_MAX_NDIM 32
-
-typedef struct mp_view {
-    void *data;      /* address of the first element, byte offset included; NULL only when numel is 0 */
-    int64_t numel;
-    mp_dtype dtype;  /* MP_DTYPE_NONE: a type that the engine does not cast */
-    mp_layout layout;
-    int device_type; /* DLDeviceType: 1 host, 2 CUDA */
-    int device_index;
-    int ndim;
-    int64_t shape[MP_MAX_NDIM];
-    int64_t strides[MP_MAX_NDIM]; /* elements; of dimensions of size 1 normalised to what a dense layout has */
-} mp_view;
+#include "view.h"
 
 typedef enum mp_exchange_result {
     MP_EXCHANGE_OK = 0,

@@ -1,5 +1,5 @@
 /* What the types that work on lists of named parameters share: names in messages, errors that must not stop a loop,
- * comparing layouts.  Everything needs the GIL. */
+ * hints of what to prefetch.  Everything needs the GIL. */
 #ifndef DDP_MP_PYUTIL_H
 #define DDP_MP_PYUTIL_H
 
@@ -38,13 +38,6 @@ int mp_view_named(mp_exchange *exchange, PyObject *tensor, mp_view *out, PyObjec
 int mp_pointer_named(mp_exchange *exchange, PyObject *tensor, mp_view *out, PyObject *names, size_t row,
                      const char *what);
 
-/* Same shape and, where it matters (more than one element in a dimension), same strides. */
-int mp_view_same_shape(const mp_view *a, const mp_view *b);
-int mp_view_same_layout(const mp_view *a, const mp_view *b);
-
-/* A number that differs when shape or strides do (where they matter, as above), but for one chance in 2^64. */
-uint64_t mp_view_layout_key(const mp_view *view);
-
 /* Where a tensor's implementation lies, or NULL; to be prefetched, never to be read.  Leaves no exception. */
 const char *mp_hint_of(PyObject *tensor);
 
@@ -56,12 +49,6 @@ mp_prefetch_tensor(const PyObject *object, const char *impl)
     __builtin_prefetch(impl);
     __builtin_prefetch(impl + 64);
     __builtin_prefetch(impl + 128);
-}
-
-static inline int
-mp_view_same_device(const mp_view *view, int device_type, int device_index)
-{
-    return view->device_type == device_type && view->device_index == device_index;
 }
 
 #endif
