@@ -1,4 +1,4 @@
-/* The Engine type: construction, methods, garbage collection; and the wait hook.  See engine.h for who does what.
+/* The Engine type: its methods, birth and end, and garbage collection.  See engine.h for who does what.
  *
  * A pass is begin(): check() that the plan still describes the model, cast() every bucket on the private stream,
  * lower() every parameter.  Then wait hooks order the compute stream after the buckets that a module reads, and
@@ -11,13 +11,6 @@
 #include <time.h>
 
 #include "functions.h"
-
-typedef struct WaitHook {
-    PyObject_HEAD
-    vectorcallfunc vectorcall;
-    Engine *engine; /* owned */
-    Py_ssize_t bucket;
-} WaitHook;
 
 static uint64_t
 now_ns(void)
@@ -55,66 +48,6 @@ require_bound(const Engine *self)
     }
     return 0;
 }
-
-/* ---- the wait hook ---------------------------------------------------------------------------------------------- */
-
-static PyObject *
-wait_hook_call(PyObject *callable, PyObject *const *Py_UNUSED(args), size_t Py_UNUSED(nargsf),
-               PyObject *Py_UNUSED(kwnames))
-{
-    WaitHook *self = (WaitHook *)callable;
-    if (self->engine == NULL || self->engine->recorded < 0 || mp_engine_wait(self->engine, self->bucket) == 0) {
-        Py_RETURN_NONE;
-    }
-    return NULL;
-}
-
-static int
-wait_hook_traverse(PyObject *object, visitproc visit, void *arg)
-{
-    Py_VISIT(Py_TYPE(object));
-    Py_VISIT(((WaitHook *)object)->engine);
-    return 0;
-}
-
-static int
-wait_hook_clear(PyObject *object)
-{
-    Py_CLEAR(((WaitHook *)object)->engine);
-    return 0;
-}
-
-static void
-wait_hook_dealloc(PyObject *object)
-{
-    PyTypeObject *type = Py_TYPE(object);
-    PyObject_GC_UnTrack(object);
-    (void)wait_hook_clear(object);
-    type->tp_free(object);
-    Py_DECREF(type);
-}
-
-static PyMemberDef wait_hook_members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(WaitHook, vectorcall), READONLY, NULL},
-    {NULL, 0, 0, 0, NULL},
-};
-
-static PyType_Slot wait_hook_slots[] = {
-    {Py_tp_call, PyVectorcall_Call},
-    {Py_tp_dealloc, wait_hook_dealloc},
-    {Py_tp_traverse, wait_hook_traverse},
-    {Py_tp_clear, wait_hook_clear},
-    {Py_tp_members, wait_hook_members},
-    {Py_tp_doc, "A forward pre-hook: the current stream waits for the casts that the module reads."},
-    {0, NULL},
-};
-
-static PyType_Spec wait_hook_spec = {
-    .name = "ddp_mp._C.WaitHook",
-    .basicsize = sizeof(WaitHook),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = wait_hook_slots,
-};
 
 /* ---- methods ---------------------------------------------------------------------------------------------------- */
 
@@ -307,15 +240,7 @@ engine_wait_hook(PyObject *object, PyObject *const *args, Py_ssize_t nargs, PyOb
     if (bucket_argument(self, "wait_hook", args, nargs, kwnames, 0, &bucket) < 0) {
         return NULL;
     }
-    WaitHook *hook = PyObject_GC_New(WaitHook, self->state->wait_hook_type);
-    if (hook == NULL) {
-        return NULL;
-    }
-    hook->vectorcall = wait_hook_call;
-    hook->engine = (Engine *)Py_NewRef(object);
-    hook->bucket = bucket;
-    PyObject_GC_Track(hook);
-    return (PyObject *)hook;
+    return mp_wait_hook_new(self, bucket);
 }
 
 /* A fresh event, recorded now: it covers the bucket and, the stream being in order, perhaps later ones.  Waiting for
@@ -428,106 +353,6 @@ engine_get_native_stream(PyObject *object, void *Py_UNUSED(closure))
 
 /* ---- construction and destruction ------------------------------------------------------------------------------- */
 
-/* Reads every parameter once: element counts for the planner, one device for all. */
-static int
-take_params(Engine *self, PyObject *params, PyObject *names, int64_t *numels)
-{
-    size_t count = (size_t)PyTuple_GET_SIZE(params);
-    for (size_t row = 0; row < count; row++) {
-        PyObject *param = PyTuple_GET_ITEM(params, (Py_ssize_t)row);
-        mp_view view;
-        if (mp_view_named(self->state->exchange, param, &view, names, row, "data") < 0) {
-            return -1;
-        }
-        if (row == 0) {
-            self->device_type = view.device_type;
-            self->device_index = view.device_index;
-        }
-        if (!mp_view_same_device(&view, self->device_type, self->device_index)) {
-            PyErr_Format(PyExc_ValueError,
-                         "parameter '%U': on device (%d, %d), others on (%d, %d): one Engine a device",
-                         mp_engine_name(self, row), view.device_type, view.device_index, self->device_type,
-                         self->device_index);
-            return -1;
-        }
-        if (view.dtype == MP_DTYPE_NONE) {
-            PyErr_Format(PyExc_TypeError,
-                         "parameter '%U': of a type that is not cast: expected float64, float32, bfloat16 or float16",
-                         mp_engine_name(self, row));
-            return -1;
-        }
-        numels[row] = view.numel;
-        self->params[row] = Py_NewRef(param);
-        self->work[row].src = view.data;
-        self->work[row].src_dtype = view.dtype;
-        self->work[row].numel = view.numel;
-        self->layout[row] = mp_view_layout_key(&view);
-    }
-    return 0;
-}
-
-static int
-take_site(Engine *self, size_t index, PyObject *item)
-{
-    engine_site *site = &self->sites[index];
-    PyObject *dict, *key;
-    Py_ssize_t row;
-    if (!PyTuple_Check(item) || !PyArg_ParseTuple(item, "O!Un", &PyDict_Type, &dict, &key, &row)) {
-        if (!PyErr_Occurred()) {
-            PyErr_Format(PyExc_TypeError, "sites[%zu]: expected (module._parameters, key, row)", index);
-        }
-        return -1;
-    }
-    if (row < 0 || (size_t)row >= self->row_count) {
-        PyErr_Format(PyExc_IndexError, "sites[%zu]: row %zd: expected 0 to %zu", index, row, self->row_count - 1);
-        return -1;
-    }
-    site->dict = Py_NewRef(dict);
-    site->key = Py_NewRef(key);
-    PyUnicode_InternInPlace(&site->key);
-    site->row = (size_t)row;
-    return 0;
-}
-
-/* The dictionaries of the sites, which come module by module: one that comes again later is only looked at twice. */
-static void
-take_homes(Engine *self)
-{
-    for (size_t i = 0; i < self->site_count; i++) {
-        if (i == 0 || self->sites[i].dict != self->sites[i - 1].dict) {
-            self->homes[self->home_count++].dict = self->sites[i].dict;
-        }
-    }
-}
-
-static int
-take_sites(Engine *self, PyObject *sites)
-{
-    PyObject *tuple = PySequence_Tuple(sites);
-    if (tuple == NULL) {
-        return -1;
-    }
-    int result = -1;
-    size_t count = (size_t)PyTuple_GET_SIZE(tuple);
-    self->sites = PyMem_Calloc(count > 0 ? count : 1, sizeof *self->sites);
-    self->homes = PyMem_Calloc(count > 0 ? count : 1, sizeof *self->homes);
-    if (self->sites == NULL || self->homes == NULL) {
-        PyErr_NoMemory();
-        goto done;
-    }
-    self->site_count = count;
-    for (size_t i = 0; i < count; i++) {
-        if (take_site(self, i, PyTuple_GET_ITEM(tuple, (Py_ssize_t)i)) < 0) {
-            goto done;
-        }
-    }
-    take_homes(self);
-    result = 0;
-done:
-    Py_DECREF(tuple);
-    return result;
-}
-
 static int
 parse_low(const char *name, mp_dtype *low)
 {
@@ -542,112 +367,6 @@ parse_low(const char *name, mp_dtype *low)
     }
     PyErr_Format(PyExc_TypeError, "low_dtype '%s': expected bfloat16, float16 or float32", name);
     return -1;
-}
-
-static int
-make_plan(Engine *self, const int64_t *numels, long long first_bytes, long long bytes)
-{
-    switch (mp_plan_init(&self->plan, numels, self->row_count, self->low, first_bytes, bytes)) {
-    case MP_PLAN_OK:
-        return 0;
-    case MP_PLAN_MEMORY:
-        PyErr_NoMemory();
-        return -1;
-    case MP_PLAN_OVERFLOW:
-        PyErr_SetString(PyExc_OverflowError, "the parameters' low-precision copies do not fit 63 bits of bytes");
-        return -1;
-    default:
-        PyErr_Format(PyExc_ValueError,
-                     "no plan: expected a low-precision type and bucket limits of at least 1 byte, got %s, %lld and "
-                     "%lld",
-                     mp_dtype_name(self->low), first_bytes, bytes);
-        return -1;
-    }
-}
-
-/* One table and one event for every bucket that has bytes. */
-static int
-make_buckets(Engine *self)
-{
-    mp_error err;
-    size_t count = self->plan.bucket_count;
-    self->buckets = PyMem_Calloc(count, sizeof *self->buckets);
-    self->arenas = PyMem_Calloc(count, sizeof *self->arenas);
-    if (self->buckets == NULL || self->arenas == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    if (self->backend->open(self->device_index, &self->device, &err) != MP_OK) {
-        mp_raise(self->state, &err);
-        return -1;
-    }
-    Py_ssize_t cover = -1;
-    for (size_t i = 0; i < count; i++) {
-        engine_bucket *bucket = &self->buckets[i];
-        if (self->plan.buckets[i].bytes > 0) {
-            if (self->backend->table_new(self->device, &bucket->table, &err) != MP_OK ||
-                self->backend->event_get(self->device, &bucket->event, &err) != MP_OK) {
-                mp_raise(self->state, &err);
-                return -1;
-            }
-            cover = (Py_ssize_t)i;
-        }
-        bucket->cover = cover;
-        bucket->stale = 1;
-    }
-    return 0;
-}
-
-static int
-make_rows(Engine *self, size_t count)
-{
-    self->params = PyMem_Calloc(count, sizeof *self->params);
-    self->masters = PyMem_Calloc(count, sizeof *self->masters);
-    self->lows = PyMem_Calloc(count, sizeof *self->lows);
-    self->work = PyMem_Calloc(count, sizeof *self->work);
-    self->layout = PyMem_Calloc(count, sizeof *self->layout);
-    self->hints = PyMem_Calloc(count, sizeof *self->hints);
-    self->is_low = PyMem_Calloc(count, 1);
-    self->moved = PyMem_Calloc(count, 1);
-    if (self->params == NULL || self->masters == NULL || self->lows == NULL || self->work == NULL ||
-        self->layout == NULL || self->hints == NULL || self->is_low == NULL || self->moved == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    self->row_count = count;
-    return 0;
-}
-
-static int
-engine_setup(Engine *self, PyObject *params, PyObject *names, PyObject *sites, long long first_bytes, long long bytes)
-{
-    int result = -1;
-    int64_t *numels = NULL;
-    PyObject *tuple = PySequence_Tuple(params);
-    if (tuple == NULL) {
-        return -1;
-    }
-    size_t count = (size_t)PyTuple_GET_SIZE(tuple);
-    if (count == 0) {
-        PyErr_SetString(PyExc_ValueError, "Engine: no parameters");
-        goto done;
-    }
-    numels = PyMem_Calloc(count, sizeof *numels);
-    if (numels == NULL) {
-        PyErr_NoMemory();
-        goto done;
-    }
-    self->names = mp_names_new(names, count);
-    if (self->names == NULL || make_rows(self, count) < 0 || take_params(self, tuple, self->names, numels) < 0 ||
-        (self->backend = mp_backend_for(self->device_type)) == NULL ||
-        make_plan(self, numels, first_bytes, bytes) < 0 || make_buckets(self) < 0 || take_sites(self, sites) < 0) {
-        goto done;
-    }
-    result = 0;
-done:
-    PyMem_Free(numels);
-    Py_DECREF(tuple);
-    return result;
 }
 
 static PyObject *
@@ -673,7 +392,7 @@ engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->waited = -1;
     mp_attr_init(&self->data, self->state->str_data);
     mp_attr_init(&self->version, self->state->str_version);
-    if (engine_setup(self, params, names, sites, first_bytes, bytes) < 0) {
+    if (mp_engine_setup(self, params, names, sites, first_bytes, bytes) < 0) {
         Py_DECREF(self);
         return NULL;
     }
@@ -855,12 +574,5 @@ int
 mp_engine_init(PyObject *module, mp_state *state)
 {
     state->engine_type = mp_type_add(module, &engine_spec);
-    if (state->engine_type == NULL) {
-        return -1;
-    }
-    state->wait_hook_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &wait_hook_spec, NULL);
-    if (state->wait_hook_type == NULL) {
-        return -1;
-    }
-    return 0;
+    return state->engine_type != NULL ? 0 : -1;
 }

@@ -1,5 +1,6 @@
-/* The inside of Engine, shared by its files: engine.c (the type), engine_pass.c (one pass: check, cast, switch, wait),
- * engine_bind.c (which tensors), engine_reuse.c (copies that outlive a pass) and engine_hints.c (what to prefetch).
+/* The inside of Engine, shared by its files: engine.c (the type), engine_setup.c (plan and rows of a new one),
+ * engine_bind.c (which tensors), engine_pass.c (one pass: check, cast, switch, wait), engine_reuse.c (copies that outlive
+ * a pass), engine_hints.c (what to prefetch) and wait_hook.c (a hook that waits).
  *
  * References.  The engine owns everything it is given.  The descriptor rows in `work` hold raw addresses inside
  * `masters` and `lows`; whatever replaces those tensors first waits for casts that may still be running (drain).
@@ -122,6 +123,10 @@ mp_engine_lender(const Engine *self)
 int mp_engine_enter(Engine *self);
 void mp_engine_leave(Engine *self);
 
+/* engine_setup.c: fills a new engine.  0, or -1 with an exception: what is there then, dealloc frees. */
+int mp_engine_setup(Engine *self, PyObject *params, PyObject *names, PyObject *sites, long long first_bytes,
+                    long long bytes);
+
 /* engine_pass.c.  All need the GIL; those that return int: 0 (check, begin: UNCHANGED, MOVED or REPLACED), or -1 with
  * an exception.  check, cast, lower and begin need mp_engine_enter() around them; the last three a bound engine. */
 int mp_engine_check(Engine *self);
@@ -147,5 +152,9 @@ void mp_engine_drain(Engine *self);
 /* engine_bind.c: need mp_engine_enter() around them.  0, or -1 with an exception and nothing changed. */
 int mp_engine_bind(Engine *self, PyObject *masters, PyObject *lows, PyObject *arenas);
 int mp_engine_rebind(Engine *self, size_t row, PyObject *master);
+
+/* wait_hook.c: a new hook that calls mp_engine_wait(engine, bucket) while there is something to wait for, or NULL with an
+ * exception. */
+PyObject *mp_wait_hook_new(Engine *engine, Py_ssize_t bucket);
 
 #endif

@@ -116,7 +116,7 @@ module_exec(PyObject *module)
         return -1;
     }
     if (mp_event_init(module, state) < 0 || mp_event_queue_init(module, state) < 0 ||
-        mp_engine_init(module, state) < 0) {
+        mp_engine_init(module, state) < 0 || mp_wait_hook_init(module, state) < 0) {
         return -1;
     }
     return mp_gradients_init(module, state);

@@ -30,7 +30,8 @@ mp_state *mp_state_of_module(PyObject *module);
 /* Each file that defines types adds them to the module and the state.  0, or -1 with an exception. */
 int mp_event_init(PyObject *module, mp_state *state);       /* event.c: Event */
 int mp_event_queue_init(PyObject *module, mp_state *state); /* event_queue.c: EventDeque, EventTable */
-int mp_engine_init(PyObject *module, mp_state *state);      /* engine.c: Engine and its wait hook */
+int mp_engine_init(PyObject *module, mp_state *state);      /* engine.c: Engine */
+int mp_wait_hook_init(PyObject *module, mp_state *state);   /* wait_hook.c: what Engine.wait_hook returns */
 int mp_gradients_init(PyObject *module, mp_state *state);   /* gradients.c: Gradients and its fire hook */
 
 /* Makes a type and adds it to the module under its own name.  A new reference, or NULL with an exception. */
