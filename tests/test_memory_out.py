@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from gradient_rig import Rig as Gradients
+from gradient_rig import grad_of, low, params
 from modules import mlp, vectors
 from oracle import Trial, square_step
 from ranks import Rank, on_ranks
 from test_engine import Rig as Lowered
 from test_engine import small
-from test_gradients import Rig as Gradients
-from test_gradients import grad_of, low, params
 
 import ddp_mp.low
 from ddp_mp import _C
