@@ -1,22 +1,17 @@
-"""What forwards and backwards look like: several of one for one of the other, checkpoints, errors, compilation."""
+"""What forwards and backwards look like: several of one for one of the other, parts of them, several models."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from modules import Saved, Two, column, mlp, scalar, vectors
 from oracle import BF16, F32, Trial, cast_inputs, mean_square, require_same, square_step, step_of
 from ranks import Rank, on_ranks
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ddp_mp
@@ -284,6 +279,23 @@ def test_forward_wrapper_inside_another_module_equals_oracle(rank: Rank) -> None
         trial.oracle.backward(step_of(lambda call, x: (call(x).float() * 2).square().mean()), xs)
         trial.check()
         trial.zero_grad()
+
+
+@on_ranks(2)
+def test_inputs_of_every_nesting_are_cast(rank: Rank) -> None:
+    class Nested(Two):
+        def forward(self, batch: dict[str, Any], *, scale: torch.Tensor) -> torch.Tensor:
+            x, (mask, more) = batch["x"], batch["rest"]
+            return super().forward(x + more[0]) * scale * mask
+
+    def make() -> dict[str, Any]:
+        return {"x": torch.randn(4, 8), "rest": (torch.tensor([True]), [torch.randn(8)])}
+
+    def loss(call: Any, batch: dict[str, Any]) -> torch.Tensor:
+        return call(batch, scale=torch.tensor(0.5)).float().square().mean()
+
+    assert cast_inputs(make(), BF16)["rest"][0].dtype is torch.bool
+    Trial(rank, Nested()).train(make, step=step_of(loss))
 
 
 # --- several models ------------------------------------------------------------------------------------------------------
@@ -649,353 +661,3 @@ def test_backward_hook_of_the_user_that_changes_a_gradient_is_heeded(rank: Rank)
     trial.module.weight.register_hook(lambda grad: grad * 4)
     trial.ddp(column(rank.index + 1)).sum().backward()
     assert trial.module.weight.grad.item() == 6.0
-
-
-# --- checkpoints ---------------------------------------------------------------------------------------------------------
-
-
-class Checkpointed(Two):
-    """Both layers in checkpoints of one mode, or the second alone."""
-
-    def __init__(self, reentrant: bool, first: bool = True) -> None:
-        super().__init__()
-        self.reentrant, self.first = reentrant, first
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self._block(self.a, x) if self.first else self.a(x)
-        return self._block(self.b, x.tanh())
-
-    def _block(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(layer, x, use_reentrant=self.reentrant)
-
-
-@on_ranks(1, 2)
-@pytest.mark.parametrize("wait", ["root", "module"])
-@pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoint_blocks_equal_oracle(rank: Rank, reentrant: bool, first: bool, wait: str) -> None:
-    # a reentrant block computes gradients only where its input requires them
-    make = (lambda: torch.randn(4, 8).requires_grad_()) if reentrant and first else vectors()
-    trial = Trial(rank, Checkpointed(reentrant, first), options={"wait": wait, "bucket_mb": 1e-4, "first_bucket_mb": 1e-4})
-    trial.train(make, steps=4, accumulate=2)
-
-
-class SharedBlocks(nn.Module):
-    """One block in several checkpoints, as in weight-tied transformers."""
-
-    def __init__(self, reentrant: bool, times: int = 3) -> None:
-        super().__init__()
-        self.entry, self.block = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.reentrant, self.times = reentrant, times
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.entry(x)
-        for _ in range(self.times):
-            x = checkpoint(lambda y: self.block(y).tanh(), x, use_reentrant=self.reentrant)
-        return x
-
-
-@on_ranks(2)
-def test_checkpoint_shared_blocks_equal_oracle(rank: Rank) -> None:
-    trial = Trial(rank, SharedBlocks(False))
-    trial.train(vectors(), steps=4, accumulate=2)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("static", [False, True])
-def test_checkpoint_reentrant_shared_blocks_equal_oracle(rank: Rank, static: bool) -> None:
-    # one bucket: it is complete only when the first layer's gradient is there, after all uses of the block
-    trial = Trial(rank, SharedBlocks(True), static_graph=static)
-    trial.tolerance = 2**-6  # three low-precision gradients are summed in another order
-    trial.train(vectors(), steps=4)
-
-
-@on_ranks(2)
-def test_checkpoint_reentrant_shared_blocks_reduced_too_early_are_an_error_that_names_the_parameter(rank: Rank) -> None:
-    trial = Trial(rank, SharedBlocks(True), bucket_cap_mb=0.0001)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"ready only once.*block\.bias.*static_graph=True"):
-            square_step(trial.ddp, torch.randn(4, 8))
-        trial.check()
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoint_around_the_whole_wrapper_equals_oracle(rank: Rank, reentrant: bool) -> None:
-    def step(call: Any, x: torch.Tensor) -> None:
-        y = x.clone().requires_grad_()
-        output = checkpoint(lambda t: call(t), y, use_reentrant=reentrant)
-        output.float().square().mean().backward()
-
-    trial = Trial(rank, mlp())
-    trial.train(vectors(), step=step, steps=3)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoint_of_tied_weights_equals_oracle(rank: Rank, reentrant: bool) -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.inner = nn.Embedding(11, 8), nn.Linear(8, 8)
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            x = checkpoint(self.inner, self.embed(tokens), use_reentrant=reentrant)
-            return F.linear(x, self.embed.weight)
-
-    Trial(rank, Tied()).train(lambda: torch.randint(0, 11, (6,)), accumulate=2)
-
-
-@on_ranks(2)
-def test_checkpoint_nested_equals_oracle(rank: Rank) -> None:
-    class Nested(Two):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            def outer(y: torch.Tensor) -> torch.Tensor:
-                return checkpoint(self.b, self.a(y).tanh(), use_reentrant=False)
-
-            return checkpoint(outer, x, use_reentrant=False)
-
-    Trial(rank, Nested()).train(vectors(), accumulate=2)
-
-
-# --- errors --------------------------------------------------------------------------------------------------------------
-
-
-class Flaky(Two):
-    """Raises an error in its next forward or backward when it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fail: str | None = None
-        self.error: type[BaseException] = ValueError
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.a(x).tanh()
-        if self.fail == "forward":
-            self.fail = None
-            raise self.error("no luck")
-        if self.fail == "backward":
-            self.fail = None
-            hidden.register_hook(self._raise)
-        return self.b(hidden)
-
-    def _raise(self, grad: torch.Tensor) -> None:
-        raise self.error("no luck")
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, torch.OutOfMemoryError])
-@pytest.mark.parametrize("grad", [True, False])
-def test_error_in_forward_leaves_masters_and_the_retry_equals_oracle(
-    rank: Rank, error: type[BaseException], grad: bool
-) -> None:
-    trial = Trial(rank, Flaky())
-    for seed in range(3):
-        trial.module.fail, trial.module.error = "forward", error
-        with pytest.raises(error), torch.set_grad_enabled(grad):
-            trial.ddp(torch.randn(4, 8))
-        trial.module.state_dict()
-        trial.check()
-        trial.backward(square_step, rank.inputs(vectors(), seed))
-        trial.check()
-        trial.zero_grad()
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-@pytest.mark.parametrize("kept", [False, True])
-def test_error_in_backward_on_all_ranks_leaves_masters_and_gradients(
-    rank: Rank, error: type[BaseException], kept: bool
-) -> None:
-    trial = Trial(rank, Flaky(), bucket_cap_mb=0.0001)
-    for seed in range(3):
-        if kept:
-            trial.backward(square_step, rank.inputs(vectors(), 10 + seed))
-        trial.module.fail, trial.module.error = "backward", error
-        loss = mean_square(trial.ddp, torch.randn(4, 8))
-        with pytest.raises(error):
-            loss.backward()
-        with ddp_mp.full_precision(trial.ddp):
-            trial.check()  # also the gradients of before
-        trial.backward(square_step, rank.inputs(vectors(), seed))
-        trial.check()
-        trial.zero_grad()
-
-
-@on_ranks(2)
-def test_error_in_a_hook_of_the_user_leaves_masters_and_the_retry_equals_oracle(rank: Rank) -> None:
-    trial = Trial(rank, mlp())
-    for place in ("pre", "post", "grad"):
-
-        def fail(*args: Any) -> None:
-            raise ValueError("no luck")
-
-        handle = {
-            "pre": lambda: trial.module.register_forward_pre_hook(fail),
-            "post": lambda: trial.module[2].register_forward_hook(fail),
-            "grad": lambda: trial.module[0].weight.register_hook(fail),
-        }[place]()
-        with pytest.raises(ValueError, match="no luck"):
-            mean_square(trial.ddp, torch.randn(4, 8)).backward()
-        handle.remove()
-        with ddp_mp.full_precision(trial.ddp):
-            trial.check()
-        trial.backward(square_step, rank.inputs(vectors(), 1))
-        trial.check()
-        trial.zero_grad()
-
-
-@on_ranks(2)
-def test_error_on_one_rank_in_forward_then_retry_on_that_rank_equals_oracle(rank: Rank) -> None:
-    trial = Trial(rank, Flaky())
-    trial.module.fail = "forward" if rank.index == 1 else None
-    xs = rank.inputs(vectors())
-    for _ in range(1 + rank.index):
-        with contextlib.suppress(ValueError):
-            square_step(trial.ddp, xs[rank.index])
-    trial.oracle.backward(square_step, xs)
-    trial.check()
-
-
-@on_ranks(2)
-def test_error_while_another_is_handled_does_not_confuse_a_forward(rank: Rank) -> None:
-    trial = Trial(rank, mlp())
-    for seed in range(3):
-        try:
-            raise ValueError("outer")
-        except ValueError:
-            trial.backward(square_step, rank.inputs(vectors(), seed))
-            trial.check()
-        trial.zero_grad()
-
-
-@on_ranks(2)
-def test_optimizer_step_inside_a_backward_is_refused(rank: Rank) -> None:
-    model = mlp()
-    trial = Trial(rank, model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = model[0].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
-    with pytest.raises(RuntimeError, match="inside a backward"):
-        square_step(trial.ddp, torch.randn(4, 8))
-    handle.remove()
-    with ddp_mp.full_precision(trial.ddp):
-        trial.check()
-
-
-class Trains(Two):
-    """Runs the backward itself, as Lightning's manual optimization does."""
-
-    def forward(self, x: torch.Tensor) -> None:
-        super().forward(x).float().square().mean().backward()
-
-
-@on_ranks(2)
-def test_backward_inside_a_forward_is_refused(rank: Rank) -> None:
-    model = Trains()
-    trial = Trial(rank, model)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="inside a forward"):
-            trial.ddp(torch.randn(4, 8))
-        trial.check()  # masters, and no gradients
-    model.forward = functools.partial(Two.forward, model)
-    trial.oracle.module.forward = functools.partial(Two.forward, trial.oracle.module)
-    trial.backward(square_step, rank.inputs(vectors()))
-    trial.check()
-
-
-# --- compilation ---------------------------------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("order", ["compiled_wrapper", "compiled_module", "compile_method", "compiled_layer"])
-def test_compile_with_the_eager_backend_equals_oracle(rank: Rank, order: str) -> None:
-    model = mlp()
-    trial = Trial(rank, copy.deepcopy(model))
-    if order == "compiled_module":
-        wrapped = DistributedDataParallel(torch.compile(model, backend="eager"), mixed_precision=trial.precision)
-        call: Any = ddp_mp.patch(wrapped)
-    elif order == "compile_method":
-        call = ddp_mp.patch(DistributedDataParallel(model, mixed_precision=trial.precision))
-        call.compile(backend="eager")
-    elif order == "compiled_layer":
-        model[0].compile(backend="eager")
-        call = ddp_mp.patch(DistributedDataParallel(model, mixed_precision=trial.precision))
-    else:
-        call = torch.compile(ddp_mp.patch(DistributedDataParallel(model, mixed_precision=trial.precision)), backend="eager")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    theirs = torch.optim.SGD(trial.oracle.module.parameters(), lr=0.1)
-    for seed in range(4):
-        xs = rank.inputs(vectors(), seed)
-        # Were a hook traced, Dynamo would read `.grad` of the output, and that warning would be an error here.
-        with torch.no_grad():
-            assert call(xs[rank.index]).dtype is BF16
-        loss = mean_square(call, xs[rank.index])
-        loss.backward()
-        trial.oracle.backward(square_step, xs)
-        for (name, got), want in zip(model.named_parameters(), trial.oracle.module.parameters(), strict=True):
-            require_same(f"master {name}", got, want)
-            require_same(f"gradient of {name}", got.grad, trial.oracle.grads[rank.index][name])
-        optimizer.step()
-        trial.oracle_step(theirs)
-        optimizer.zero_grad()
-        trial.oracle.zero_grad()
-    torch._dynamo.reset()
-
-
-@on_ranks(2)
-def test_compile_of_the_whole_training_step_with_the_eager_backend_equals_oracle(rank: Rank) -> None:
-    trial = Trial(rank, mlp())
-
-    def loss(x: torch.Tensor) -> torch.Tensor:
-        return trial.ddp(x).float().square().mean()
-
-    compiled = torch.compile(loss, backend="eager")
-    for seed in range(3):
-        xs = rank.inputs(vectors(), seed)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the compiler's own
-            output = compiled(xs[rank.index])
-        output.backward()
-        trial.oracle.backward(square_step, xs)
-        trial.check()
-        trial.zero_grad()
-    del compiled
-    torch._dynamo.reset()
-
-
-@on_ranks(2)
-def test_autocast_around_the_model_equals_oracle(rank: Rank) -> None:
-    def step(call: Any, x: torch.Tensor) -> None:
-        with torch.autocast("cpu", dtype=BF16):
-            loss = mean_square(call, x)
-        loss.backward()
-
-    trial = Trial(rank, mlp())
-    trial.train(vectors(), step=step, accumulate=2)
-
-
-@on_ranks(2)
-def test_saved_tensor_hooks_around_the_model_equal_oracle(rank: Rank) -> None:
-    def step(call: Any, x: torch.Tensor) -> None:
-        with torch.autograd.graph.save_on_cpu():
-            loss = mean_square(call, x)
-        loss.backward()
-
-    Trial(rank, mlp()).train(vectors(), step=step, accumulate=2)
-
-
-@on_ranks(2)
-def test_inputs_of_every_nesting_are_cast(rank: Rank) -> None:
-    class Nested(Two):
-        def forward(self, batch: dict[str, Any], *, scale: torch.Tensor) -> torch.Tensor:
-            x, (mask, more) = batch["x"], batch["rest"]
-            return super().forward(x + more[0]) * scale * mask
-
-    def make() -> dict[str, Any]:
-        return {"x": torch.randn(4, 8), "rest": (torch.tensor([True]), [torch.randn(8)])}
-
-    def loss(call: Any, batch: dict[str, Any]) -> torch.Tensor:
-        return call(batch, scale=torch.tensor(0.5)).float().square().mean()
-
-    assert cast_inputs(make(), BF16)["rest"][0].dtype is torch.bool
-    Trial(rank, Nested()).train(make, step=step_of(loss))

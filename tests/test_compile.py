@@ -1,0 +1,94 @@
+"""torch.compile with the eager backend, and other contexts around a model: autocast, hooks of saved tensors."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from modules import mlp, vectors
+from oracle import BF16, Trial, mean_square, require_same, square_step
+from ranks import Rank, on_ranks
+from torch.nn.parallel import DistributedDataParallel
+
+import ddp_mp
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("order", ["compiled_wrapper", "compiled_module", "compile_method", "compiled_layer"])
+def test_compile_with_the_eager_backend_equals_oracle(rank: Rank, order: str) -> None:
+    model = mlp()
+    trial = Trial(rank, copy.deepcopy(model))
+    if order == "compiled_module":
+        wrapped = DistributedDataParallel(torch.compile(model, backend="eager"), mixed_precision=trial.precision)
+        call: Any = ddp_mp.patch(wrapped)
+    elif order == "compile_method":
+        call = ddp_mp.patch(DistributedDataParallel(model, mixed_precision=trial.precision))
+        call.compile(backend="eager")
+    elif order == "compiled_layer":
+        model[0].compile(backend="eager")
+        call = ddp_mp.patch(DistributedDataParallel(model, mixed_precision=trial.precision))
+    else:
+        call = torch.compile(ddp_mp.patch(DistributedDataParallel(model, mixed_precision=trial.precision)), backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    theirs = torch.optim.SGD(trial.oracle.module.parameters(), lr=0.1)
+    for seed in range(4):
+        xs = rank.inputs(vectors(), seed)
+        # Were a hook traced, Dynamo would read `.grad` of the output, and that warning would be an error here.
+        with torch.no_grad():
+            assert call(xs[rank.index]).dtype is BF16
+        loss = mean_square(call, xs[rank.index])
+        loss.backward()
+        trial.oracle.backward(square_step, xs)
+        for (name, got), want in zip(model.named_parameters(), trial.oracle.module.parameters(), strict=True):
+            require_same(f"master {name}", got, want)
+            require_same(f"gradient of {name}", got.grad, trial.oracle.grads[rank.index][name])
+        optimizer.step()
+        trial.oracle_step(theirs)
+        optimizer.zero_grad()
+        trial.oracle.zero_grad()
+    torch._dynamo.reset()
+
+
+@on_ranks(2)
+def test_compile_of_the_whole_training_step_with_the_eager_backend_equals_oracle(rank: Rank) -> None:
+    trial = Trial(rank, mlp())
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return trial.ddp(x).float().square().mean()
+
+    compiled = torch.compile(loss, backend="eager")
+    for seed in range(3):
+        xs = rank.inputs(vectors(), seed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the compiler's own
+            output = compiled(xs[rank.index])
+        output.backward()
+        trial.oracle.backward(square_step, xs)
+        trial.check()
+        trial.zero_grad()
+    del compiled
+    torch._dynamo.reset()
+
+
+@on_ranks(2)
+def test_autocast_around_the_model_equals_oracle(rank: Rank) -> None:
+    def step(call: Any, x: torch.Tensor) -> None:
+        with torch.autocast("cpu", dtype=BF16):
+            loss = mean_square(call, x)
+        loss.backward()
+
+    trial = Trial(rank, mlp())
+    trial.train(vectors(), step=step, accumulate=2)
+
+
+@on_ranks(2)
+def test_saved_tensor_hooks_around_the_model_equal_oracle(rank: Rank) -> None:
+    def step(call: Any, x: torch.Tensor) -> None:
+        with torch.autograd.graph.save_on_cpu():
+            loss = mean_square(call, x)
+        loss.backward()
+
+    Trial(rank, mlp()).train(vectors(), step=step, accumulate=2)
