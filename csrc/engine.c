@@ -6,11 +6,11 @@
  */
 #include "engine.h"
 
-#include <string.h>
 #include <structmember.h>
 #include <time.h>
 
 #include "functions.h"
+#include "planning.h"
 
 static uint64_t
 now_ns(void)
@@ -306,35 +306,13 @@ engine_counters_get(PyObject *object, PyObject *Py_UNUSED(ignored))
 static PyObject *
 engine_get_buckets(PyObject *object, void *Py_UNUSED(closure))
 {
-    const Engine *self = (Engine *)object;
-    PyObject *list = PyList_New((Py_ssize_t)self->plan.bucket_count);
-    for (size_t i = 0; list != NULL && i < self->plan.bucket_count; i++) {
-        const mp_plan_bucket *bucket = &self->plan.buckets[i];
-        PyObject *item = Py_BuildValue("(nnL)", (Py_ssize_t)bucket->first, (Py_ssize_t)bucket->count,
-                                       (long long)bucket->bytes);
-        if (item == NULL) {
-            Py_CLEAR(list);
-            break;
-        }
-        PyList_SET_ITEM(list, (Py_ssize_t)i, item);
-    }
-    return list;
+    return mp_plan_buckets(&((Engine *)object)->plan);
 }
 
 static PyObject *
 engine_get_rows(PyObject *object, void *Py_UNUSED(closure))
 {
-    const Engine *self = (Engine *)object;
-    PyObject *list = PyList_New((Py_ssize_t)self->row_count);
-    for (size_t i = 0; list != NULL && i < self->row_count; i++) {
-        PyObject *item = Py_BuildValue("(iL)", (int)self->plan.rows[i].bucket, (long long)self->plan.rows[i].offset);
-        if (item == NULL) {
-            Py_CLEAR(list);
-            break;
-        }
-        PyList_SET_ITEM(list, (Py_ssize_t)i, item);
-    }
-    return list;
+    return mp_plan_rows(&((Engine *)object)->plan);
 }
 
 static PyObject *
@@ -353,22 +331,6 @@ engine_get_native_stream(PyObject *object, void *Py_UNUSED(closure))
 
 /* ---- construction and destruction ------------------------------------------------------------------------------- */
 
-static int
-parse_low(const char *name, mp_dtype *low)
-{
-    if (strncmp(name, "torch.", 6) == 0) {
-        name += 6;
-    }
-    for (int i = 0; i < MP_NDTYPE; i++) {
-        if (strcmp(name, mp_dtype_name((mp_dtype)i)) == 0) {
-            *low = (mp_dtype)i;
-            return 0;
-        }
-    }
-    PyErr_Format(PyExc_TypeError, "low_dtype '%s': expected bfloat16, float16 or float32", name);
-    return -1;
-}
-
 static PyObject *
 engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
@@ -379,7 +341,7 @@ engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     mp_dtype low;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOsLL:Engine", keywords, &params, &names, &sites, &low_name,
                                      &first_bytes, &bytes) ||
-        parse_low(low_name, &low) < 0) {
+        mp_plan_parse_low(low_name, &low) < 0) {
         return NULL;
     }
     Engine *self = (Engine *)type->tp_alloc(type, 0);

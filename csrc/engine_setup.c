@@ -1,6 +1,8 @@
 /* How an Engine comes to be: reads the parameters once, plans their buckets, makes tables and events, notes the sites. */
 #include "engine.h"
 
+#include "planning.h"
+
 /* Reads every parameter once: element counts for the planner, one device for all. */
 static int
 take_params(Engine *self, PyObject *params, PyObject *names, int64_t *numels)
@@ -101,27 +103,6 @@ done:
     return result;
 }
 
-static int
-make_plan(Engine *self, const int64_t *numels, long long first_bytes, long long bytes)
-{
-    switch (mp_plan_init(&self->plan, numels, self->row_count, self->low, first_bytes, bytes)) {
-    case MP_PLAN_OK:
-        return 0;
-    case MP_PLAN_MEMORY:
-        PyErr_NoMemory();
-        return -1;
-    case MP_PLAN_OVERFLOW:
-        PyErr_SetString(PyExc_OverflowError, "the parameters' low-precision copies do not fit 63 bits of bytes");
-        return -1;
-    default:
-        PyErr_Format(PyExc_ValueError,
-                     "no plan: expected a low-precision type and bucket limits of at least 1 byte, got %s, %lld and "
-                     "%lld",
-                     mp_dtype_name(self->low), first_bytes, bytes);
-        return -1;
-    }
-}
-
 /* One table and one event for every bucket that has bytes. */
 static int
 make_buckets(Engine *self)
@@ -197,7 +178,8 @@ mp_engine_setup(Engine *self, PyObject *params, PyObject *names, PyObject *sites
     self->names = mp_names_new(names, count);
     if (self->names == NULL || make_rows(self, count) < 0 || take_params(self, tuple, self->names, numels) < 0 ||
         (self->backend = mp_backend_for(self->device_type)) == NULL ||
-        make_plan(self, numels, first_bytes, bytes) < 0 || make_buckets(self) < 0 || take_sites(self, sites) < 0) {
+        mp_plan_make(&self->plan, numels, count, self->low, first_bytes, bytes) < 0 || make_buckets(self) < 0 ||
+        take_sites(self, sites) < 0) {
         goto done;
     }
     result = 0;

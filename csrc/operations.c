@@ -1,10 +1,8 @@
 /* Functions over tensors without an engine: describe, cast, fuse, unshared, current_stream, plan. */
 #include "functions.h"
 
-#include <string.h>
-
 #include "module.h"
-#include "plan.h"
+#include "planning.h"
 #include "pyutil.h"
 
 /* Borrowed tensor -> *out.  Needs every fact when `whole`, else those of the hot path.  0, or -1 with an exception. */
@@ -360,67 +358,6 @@ element_counts(PyObject *tuple)
     return counts;
 }
 
-static PyObject *
-plan_rows(const mp_plan *plan)
-{
-    PyObject *rows = PyList_New((Py_ssize_t)plan->row_count);
-    for (size_t i = 0; rows != NULL && i < plan->row_count; i++) {
-        const mp_plan_row *row = &plan->rows[i];
-        PyObject *item = Py_BuildValue("iL", row->bucket, (long long)row->offset);
-        if (item == NULL) {
-            Py_CLEAR(rows);
-            break;
-        }
-        PyList_SET_ITEM(rows, (Py_ssize_t)i, item);
-    }
-    return rows;
-}
-
-static PyObject *
-plan_buckets(const mp_plan *plan)
-{
-    PyObject *buckets = PyList_New((Py_ssize_t)plan->bucket_count);
-    for (size_t i = 0; buckets != NULL && i < plan->bucket_count; i++) {
-        const mp_plan_bucket *bucket = &plan->buckets[i];
-        PyObject *item = Py_BuildValue("nnL", (Py_ssize_t)bucket->first, (Py_ssize_t)bucket->count,
-                                       (long long)bucket->bytes);
-        if (item == NULL) {
-            Py_CLEAR(buckets);
-            break;
-        }
-        PyList_SET_ITEM(buckets, (Py_ssize_t)i, item);
-    }
-    return buckets;
-}
-
-static void
-raise_plan(mp_plan_status status)
-{
-    switch (status) {
-    case MP_PLAN_MEMORY:
-        PyErr_NoMemory();
-        return;
-    case MP_PLAN_OVERFLOW:
-        PyErr_SetString(PyExc_OverflowError, "plan: a size in bytes does not fit 63 bits");
-        return;
-    default:
-        PyErr_SetString(PyExc_ValueError,
-                        "plan: expected element counts >= 0, limits >= 1 and a floating type of 2 or 4 bytes");
-    }
-}
-
-/* MP_DTYPE_NONE for an unknown name: the planner refuses it. */
-static mp_dtype
-dtype_named(const char *name)
-{
-    for (int dtype = 0; dtype < MP_NDTYPE; dtype++) {
-        if (strcmp(name, mp_dtype_name((mp_dtype)dtype)) == 0) {
-            return (mp_dtype)dtype;
-        }
-    }
-    return MP_DTYPE_NONE;
-}
-
 PyDoc_STRVAR(plan_doc,
              "plan(numels, low_dtype, first_bucket_bytes, bucket_bytes)\n--\n\n"
              "The planner alone, no memory touched: {'buckets': [(first row, rows, bytes)], 'rows': [(bucket, offset)]}.");
@@ -430,22 +367,19 @@ plan(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"numels", "low_dtype", "first_bucket_bytes", "bucket_bytes", NULL};
     PyObject *given, *numels = NULL, *result = NULL;
-    const char *low;
+    const char *low_name;
+    mp_dtype low;
     long long first_bytes, bytes;
     int64_t *counts = NULL;
     mp_plan built = {0};
     (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OsLL", names, &given, &low, &first_bytes, &bytes) ||
-        (numels = PySequence_Tuple(given)) == NULL || (counts = element_counts(numels)) == NULL) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OsLL", names, &given, &low_name, &first_bytes, &bytes) ||
+        mp_plan_parse_low(low_name, &low) < 0 || (numels = PySequence_Tuple(given)) == NULL ||
+        (counts = element_counts(numels)) == NULL ||
+        mp_plan_make(&built, counts, (size_t)PyTuple_GET_SIZE(numels), low, first_bytes, bytes) < 0) {
         goto done;
     }
-    mp_plan_status status =
-        mp_plan_init(&built, counts, (size_t)PyTuple_GET_SIZE(numels), dtype_named(low), first_bytes, bytes);
-    if (status != MP_PLAN_OK) {
-        raise_plan(status);
-        goto done;
-    }
-    result = Py_BuildValue("{sN sN}", "buckets", plan_buckets(&built), "rows", plan_rows(&built));
+    result = Py_BuildValue("{sN sN}", "buckets", mp_plan_buckets(&built), "rows", mp_plan_rows(&built));
 done:
     mp_plan_fini(&built);
     PyMem_Free(counts);

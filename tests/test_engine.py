@@ -108,7 +108,7 @@ def test_engine_describes_its_plan() -> None:
         ({"params": []}, ValueError, "no parameters"),
         ({"names": ["a"]}, ValueError, "names: expected 2"),
         ({"names": ["a", 3]}, TypeError, r"names\[1\]: expected str, got int"),
-        ({"low_dtype": "int8"}, TypeError, "low_dtype 'int8'"),
+        ({"low_dtype": "int8"}, TypeError, "low_dtype 'int8': expected float64, float32, bfloat16 or float16"),
         ({"bucket_bytes": 0}, ValueError, "at least 1 byte"),
         ({"sites": [({}, "x", 2)]}, IndexError, r"sites\[0\]: row 2: expected 0 to 1"),
         ({"sites": [3]}, TypeError, r"sites\[0\]"),

@@ -245,21 +245,27 @@ def test_plan_rows_tile_their_buckets() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error"),
+    ("arguments", "error", "text"),
     [
-        (([1], "int8", 1, 1), ValueError),
-        (([-1], "bfloat16", 1, 1), ValueError),
-        (([1], "bfloat16", 0, 1), ValueError),
-        (([1], "bfloat16", 1, 0), ValueError),
-        (([2**62], "bfloat16", 1, 1), OverflowError),
-        (([2**63], "bfloat16", 1, 1), OverflowError),
-        ((["1"], "bfloat16", 1, 1), TypeError),
-        ((5, "bfloat16", 1, 1), TypeError),
+        (([1], "int8", 1, 1), TypeError, "low_dtype 'int8': expected float64, float32, bfloat16 or float16"),
+        (([3, -1], "bfloat16", 1, 1), ValueError, r"numels\[1\]: expected at least 0 elements, got -1"),
+        (([1], "bfloat16", 0, 1), ValueError, "limits of at least 1 byte, got 0 and 1"),
+        (([1], "bfloat16", 1, 0), ValueError, "limits of at least 1 byte, got 1 and 0"),
+        (([2**62], "bfloat16", 1, 1), OverflowError, "63 bits"),
+        (([2**63], "bfloat16", 1, 1), OverflowError, "too (big|large)"),
+        ((["1"], "bfloat16", 1, 1), TypeError, "integer"),
+        ((5, "bfloat16", 1, 1), TypeError, "iterable"),
     ],
 )
-def test_plan_bad_argument_is_refused(arguments: Any, error: type[Exception]) -> None:
-    with pytest.raises(error):
+def test_plan_bad_argument_is_refused(arguments: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
         _C.plan(*arguments)
+
+
+@pytest.mark.parametrize("name", ["float64", "float32", "bfloat16", "float16"])
+def test_plan_rows_have_the_bytes_of_every_type_that_is_cast(name: str) -> None:
+    size = 64 * getattr(torch, name).itemsize
+    assert _C.plan([64, 64], name, 1 << 20, 1 << 20)["buckets"] == [(0, 2, 2 * -(-size // 256) * 256)]
 
 
 # --- knobs ---------------------------------------------------------------------------------------------------------
