@@ -21,7 +21,7 @@
 enum { DL_CPU = 1, DL_CUDA = 2, DL_CUDA_HOST = 3 };
 
 /* DLDataTypeCode */
-enum { DL_FLOAT = 2, DL_BFLOAT = 4 };
+enum { DL_INT = 0, DL_UINT = 1, DL_FLOAT = 2, DL_BFLOAT = 4, DL_COMPLEX = 5, DL_BOOL = 6 };
 
 /* Bits of dl_managed_versioned.flags */
 #define DL_FLAG_READ_ONLY (UINT64_C(1) << 0)

@@ -70,6 +70,7 @@ read_facts(const dl_tensor *tensor, mp_view *out)
     }
     out->data = (void *)address;
     out->dtype = dtype_of(tensor->dtype);
+    out->type = tensor->dtype;
     out->device_type = tensor->device.type;
     out->device_index = tensor->device.index;
     size_t size = mp_dtype_size(out->dtype);

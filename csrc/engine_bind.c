@@ -33,9 +33,11 @@ validate_master(const Engine *self, size_t row, PyObject *master, mp_view *view)
         return -1;
     }
     if (view->dtype == MP_DTYPE_NONE) {
-        PyErr_Format(PyExc_TypeError, "parameter '%U': the master is of a type that is not cast: expected float64, "
-                                      "float32, bfloat16 or float16",
-                     mp_engine_name(self, row));
+        char type[MP_TYPE_TEXT];
+        PyErr_Format(PyExc_TypeError,
+                     "parameter '%U': the master is %s, which is not cast: expected float64, float32, bfloat16 or "
+                     "float16",
+                     mp_engine_name(self, row), mp_view_type(view, type));
         return -1;
     }
     return 0;
@@ -49,8 +51,9 @@ validate_low(const Engine *self, size_t row, PyObject *low, const mp_view *maste
         return -1;
     }
     if (view->dtype != self->low) {
+        char type[MP_TYPE_TEXT];
         PyErr_Format(PyExc_TypeError, "parameter '%U': the low-precision copy is %s: expected %s",
-                     mp_engine_name(self, row), mp_dtype_name(view->dtype), mp_dtype_name(self->low));
+                     mp_engine_name(self, row), mp_view_type(view, type), mp_dtype_name(self->low));
         return -1;
     }
     if (!mp_view_same_layout(master, view)) {
@@ -70,14 +73,19 @@ validate_arena(const Engine *self, size_t index, PyObject *arena, mp_view *view)
     if (mp_view_named(self->state->exchange, arena, view, self->names, row, "arena of its bucket") < 0) {
         return -1;
     }
-    if (view->layout != MP_LAYOUT_DENSE || view->ndim != 1 || view->dtype != MP_DTYPE_NONE ||
-        view->numel < self->plan.buckets[index].bytes ||
+    if (view->type.code != DL_UINT || view->type.bits != 8 || view->type.lanes != 1) {
+        char type[MP_TYPE_TEXT];
+        PyErr_Format(PyExc_TypeError, "arenas[%zu]: expected uint8, got %s", index, mp_view_type(view, type));
+        return -1;
+    }
+    if (view->layout != MP_LAYOUT_DENSE || view->ndim != 1 || view->numel < self->plan.buckets[index].bytes ||
         !mp_view_same_device(view, self->device_type, self->device_index)) {
         PyErr_Format(PyExc_ValueError,
                      "arenas[%zu]: expected a contiguous uint8 tensor of %lld elements on device (%d, %d), got %lld "
-                     "elements in %d dimensions on (%d, %d)",
+                     "elements in %d dimensions%s on (%d, %d)",
                      index, (long long)self->plan.buckets[index].bytes, self->device_type, self->device_index,
-                     (long long)view->numel, view->ndim, view->device_type, view->device_index);
+                     (long long)view->numel, view->ndim, view->layout != MP_LAYOUT_DENSE ? " with gaps" : "",
+                     view->device_type, view->device_index);
         return -1;
     }
     return 0;
@@ -124,11 +132,13 @@ bind_row(Engine *self, binding *bind, size_t row)
     }
     if (bind->arenas != NULL && low.numel > 0) {
         const mp_plan_row *plan = &self->plan.rows[row];
-        const char *expected = (const char *)bind->bases[plan->bucket] + plan->offset;
-        if ((const char *)low.data != expected) {
+        /* Of addresses in two allocations, as a difference of numbers: pointers into different objects have none. */
+        int64_t offset = (int64_t)((uintptr_t)low.data - (uintptr_t)bind->bases[plan->bucket]);
+        if (offset != plan->offset) {
             PyErr_Format(PyExc_ValueError,
-                         "parameter '%U': the low-precision copy is not at byte %lld of the arena of bucket %d",
-                         mp_engine_name(self, row), (long long)plan->offset, (int)plan->bucket);
+                         "parameter '%U': the low-precision copy is not at byte %lld of the arena of bucket %d, but "
+                         "%lld bytes from its start",
+                         mp_engine_name(self, row), (long long)plan->offset, (int)plan->bucket, (long long)offset);
             return -1;
         }
     }
@@ -235,16 +245,21 @@ mp_engine_rebind(Engine *self, size_t row, PyObject *master)
     if (result == MP_EXCHANGE_REFUSED) {
         result = mp_exchange_view(self->state->exchange, self->masters[row], &low, &why);
     }
-    if (result != MP_EXCHANGE_OK || !mp_view_same_layout(&view, &low)) {
-        if (result == MP_EXCHANGE_ERROR) {
-            mp_error_name(self->names, row, "reading its low-precision copy");
-        }
-        else {
-            PyErr_Format(PyExc_ValueError,
-                         "parameter '%U': the new master differs from the low-precision copy in shape or strides: "
-                         "bind() both",
-                         mp_engine_name(self, row));
-        }
+    if (result == MP_EXCHANGE_ERROR) {
+        mp_error_name(self->names, row, "reading its low-precision copy");
+        return -1;
+    }
+    if (result == MP_EXCHANGE_REFUSED) {
+        PyErr_Format(PyExc_BufferError,
+                     "parameter '%U': neither its low-precision copy nor the master before can be read: %s: bind() both",
+                     mp_engine_name(self, row), why);
+        return -1;
+    }
+    if (!mp_view_same_layout(&view, &low)) {
+        PyErr_Format(PyExc_ValueError,
+                     "parameter '%U': the new master differs from the low-precision copy in shape or strides: bind() "
+                     "both",
+                     mp_engine_name(self, row));
         return -1;
     }
     mp_engine_drain(self);

@@ -26,9 +26,10 @@ take_params(Engine *self, PyObject *params, PyObject *names, int64_t *numels)
             return -1;
         }
         if (view.dtype == MP_DTYPE_NONE) {
+            char type[MP_TYPE_TEXT];
             PyErr_Format(PyExc_TypeError,
-                         "parameter '%U': of a type that is not cast: expected float64, float32, bfloat16 or float16",
-                         mp_engine_name(self, row));
+                         "parameter '%U': is %s, which is not cast: expected float64, float32, bfloat16 or float16",
+                         mp_engine_name(self, row), mp_view_type(&view, type));
             return -1;
         }
         numels[row] = view.numel;

@@ -89,7 +89,9 @@ static int
 check_operand(const char *name, const mp_view *view, const mp_view *dst)
 {
     if (view->dtype == MP_DTYPE_NONE) {
-        PyErr_Format(PyExc_TypeError, "%s: expected float64, float32, bfloat16 or float16", name);
+        char type[MP_TYPE_TEXT];
+        PyErr_Format(PyExc_TypeError, "%s: expected float64, float32, bfloat16 or float16, got %s", name,
+                     mp_view_type(view, type));
         return -1;
     }
     if (view->layout != MP_LAYOUT_DENSE) {

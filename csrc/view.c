@@ -1,5 +1,7 @@
-/* How the facts of tensors compare.  See view.h. */
+/* How the facts of tensors compare and read.  See view.h. */
 #include "view.h"
+
+#include <stdio.h>
 
 int
 mp_view_same_shape(const mp_view *a, const mp_view *b)
@@ -43,4 +45,24 @@ mp_view_layout_key(const mp_view *view)
         key ^= key >> 32;
     }
     return key;
+}
+
+const char *
+mp_view_type(const mp_view *view, char text[static MP_TYPE_TEXT])
+{
+    static const char *const kinds[] = {
+        [DL_INT] = "int", [DL_UINT] = "uint", [DL_FLOAT] = "float", [DL_BFLOAT] = "bfloat", [DL_COMPLEX] = "complex",
+    };
+    const dl_dtype *type = &view->type;
+    const char *kind = type->code < sizeof kinds / sizeof kinds[0] ? kinds[type->code] : NULL;
+    if (type->lanes == 1 && kind != NULL) {
+        snprintf(text, MP_TYPE_TEXT, "%s%d", kind, type->bits);
+    }
+    else if (type->lanes == 1 && type->code == DL_BOOL) {
+        snprintf(text, MP_TYPE_TEXT, "bool");
+    }
+    else {
+        snprintf(text, MP_TYPE_TEXT, "DLPack type %d of %d bits, %d lanes", type->code, type->bits, type->lanes);
+    }
+    return text;
 }

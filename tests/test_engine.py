@@ -113,7 +113,8 @@ def test_engine_describes_its_plan() -> None:
         ({"sites": [({}, "x", 2)]}, IndexError, r"sites\[0\]: row 2: expected 0 to 1"),
         ({"sites": [3]}, TypeError, r"sites\[0\]"),
         ({"sites": [(3, "x", 0)]}, TypeError, "dict"),
-        ({"params": [torch.ones(2), torch.ones(2, dtype=torch.int64)]}, TypeError, "'b': of a type that is not cast"),
+        ({"params": [torch.ones(2), torch.ones(2, dtype=torch.int64)]}, TypeError, "'b': is int64, which is not cast"),
+        ({"params": [torch.ones(2), torch.ones(2, dtype=torch.complex64)]}, TypeError, "'b': is complex64, which"),
         ({"params": [torch.ones(2), 7]}, Exception, "'b'"),
         ({"params": [torch.ones(2), torch.ones(2, device="meta")]}, Exception, "'b'"),
     ],
@@ -425,13 +426,26 @@ def _rebound(rig: Rig, **change: object) -> None:
         ("masters", 0, lambda t: t[:3], ValueError, "'0.weight': the master has 99 elements: expected 561"),
         ("masters", 0, lambda t: t.t(), ValueError, "'0.weight': .*shape or strides"),
         ("masters", 0, lambda t: torch.empty(17, 66)[:, ::2], ValueError, "'0.weight': the master has gaps"),
-        ("masters", 0, lambda t: t.long(), TypeError, "'0.weight': the master is of a type that is not cast"),
+        ("masters", 0, lambda t: t.long(), TypeError, "'0.weight': the master is int64, which is not cast"),
         ("masters", 1, lambda t: t.to("meta"), BufferError, "'0.bias': the master cannot be read"),
         ("lows", 4, lambda t: t.float(), TypeError, "'2.weight': the low-precision copy is float32: expected bfloat16"),
+        ("lows", 4, lambda t: t.to(torch.uint8), TypeError, "'2.weight': the low-precision copy is uint8: expected bfloat16"),
         ("lows", 1, lambda t: t.clone(), ValueError, "'0.bias': the low-precision copy is not at byte .* of the arena"),
         ("lows", 0, lambda t: t.t().contiguous().t(), ValueError, "'0.weight': .*shape or strides"),
         ("arenas", 0, lambda t: t[:8], ValueError, r"arenas\[0\]: expected a contiguous uint8 tensor of"),
-        ("arenas", 0, lambda t: t.view(BF16), ValueError, r"arenas\[0\]: expected"),
+        (
+            "arenas",
+            0,
+            lambda t: torch.empty(4096, dtype=torch.uint8)[::2],
+            ValueError,
+            r"arenas\[0\]: .* 1 dimensions with gaps",
+        ),
+        ("arenas", 0, lambda t: t.view(BF16), TypeError, r"arenas\[0\]: expected uint8, got bfloat16"),
+        ("arenas", 0, lambda t: t.float(), TypeError, r"arenas\[0\]: expected uint8, got float32"),
+        ("arenas", 0, lambda t: t.long(), TypeError, r"arenas\[0\]: expected uint8, got int64"),
+        ("arenas", 0, lambda t: t.to(torch.int8), TypeError, r"arenas\[0\]: expected uint8, got int8"),
+        ("arenas", 0, lambda t: t.bool(), TypeError, r"arenas\[0\]: expected uint8, got bool"),
+        ("arenas", 0, lambda t: t.to(torch.float8_e4m3fn), TypeError, r"arenas\[0\]: expected uint8, got DLPack type 10"),
     ],
 )
 def test_bind_wrong_tensor_is_named_and_changes_nothing(
@@ -447,6 +461,13 @@ def test_bind_wrong_tensor_is_named_and_changes_nothing(
     rig.assert_low(before)
     rig.engine.restore()
     rig.assert_masters(before)
+
+
+def test_bind_copy_at_another_place_of_its_arena_is_told_where_it_is() -> None:
+    module = nn.ParameterList([nn.Parameter(torch.randn(64)), nn.Parameter(torch.randn(64))])
+    rig = Rig(module, limits=(4096, 4096))
+    with pytest.raises(ValueError, match=r"'1': .* is not at byte 256 of the arena of bucket 0, but 0 bytes from its start"):
+        _rebound(rig, lows=[rig.lows[0], rig.lows[0]])
 
 
 def test_bind_wrong_counts_are_refused() -> None:
@@ -522,6 +543,15 @@ def test_rebind_master_with_released_arena() -> None:
     rig.engine.rebind_master(0, rig.masters[0])
     with pytest.raises(ValueError, match=r"'0.weight'"):
         rig.engine.rebind_master(0, torch.randn(33, 17).t())
+
+
+def test_rebind_master_without_a_readable_copy_says_so() -> None:
+    rig = Rig(small(), arenas=False)
+    rig.lows[0].untyped_storage().resize_(0)
+    new = rig.masters[0].clone()
+    rig.masters[0].untyped_storage().resize_(0)
+    with pytest.raises(BufferError, match=r"'0.weight': neither .* can be read: it has no memory.*: bind\(\) both"):
+        rig.engine.rebind_master(0, new)
 
 
 def test_arena_resized_between_passes() -> None:

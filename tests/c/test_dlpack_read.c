@@ -240,6 +240,33 @@ test_views_compare(void)
 }
 
 static void
+check_type(dl_dtype type, const char *due)
+{
+    char text[MP_TYPE_TEXT];
+    int64_t shape[] = {0};
+    dl_tensor tensor = described(1, shape, NULL);
+    mp_view view;
+    tensor.dtype = type;
+    CHECK(mp_dlpack_read(&tensor, 0, &view) == NULL);
+    CHECK_STR_EQ(mp_view_type(&view, text), due);
+}
+
+static void
+test_type_in_words(void)
+{
+    check_type((dl_dtype){DL_INT, 64, 1}, "int64");
+    check_type((dl_dtype){DL_UINT, 8, 1}, "uint8");
+    check_type((dl_dtype){DL_FLOAT, 32, 1}, "float32");
+    check_type((dl_dtype){DL_BFLOAT, 16, 1}, "bfloat16");
+    check_type((dl_dtype){DL_COMPLEX, 64, 1}, "complex64");
+    check_type((dl_dtype){DL_BOOL, 8, 1}, "bool");
+    check_type((dl_dtype){10, 8, 1}, "DLPack type 10 of 8 bits, 1 lanes"); /* float8_e4m3fn */
+    check_type((dl_dtype){3, 64, 1}, "DLPack type 3 of 64 bits, 1 lanes"); /* an opaque handle: no kind has its number */
+    check_type((dl_dtype){255, 255, 65535}, "DLPack type 255 of 255 bits, 65535 lanes");
+    check_type((dl_dtype){DL_FLOAT, 32, 4}, "DLPack type 2 of 32 bits, 4 lanes");
+}
+
+static void
 test_versions(void)
 {
     int64_t shape[] = {4};
@@ -270,6 +297,7 @@ main(void)
     test_extreme_strides();
     test_layout_of_every_small_tensor();
     test_views_compare();
+    test_type_in_words();
     test_versions();
     return check_status();
 }
