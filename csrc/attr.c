@@ -1,3 +1,4 @@
+/* Finds a type's descriptor once and calls it directly.  attr.h says when that is the same as getattr and setattr. */
 #include "attr.h"
 
 void

@@ -1,3 +1,7 @@
+/* Opens the CUDA driver's library and fills the symbol table of cuda_driver.h, once a process.
+ *
+ * A driver that is missing or too old is no error here: the table is then empty and the reason is kept for whoever asks.
+ */
 #include "cuda_driver.h"
 
 #include <dlfcn.h>

@@ -1,3 +1,8 @@
+/* Loads the kernel on a device, from the first image that the device and its driver accept.
+ *
+ * They are tried in this order: the fat binary that the build embedded, the PTX behind it for drivers older than the
+ * toolkit, and what NVRTC makes of the source here and now.
+ */
 #include "cuda_module.h"
 
 #include <stdio.h>

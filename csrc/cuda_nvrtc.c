@@ -1,3 +1,7 @@
+/* Finds NVRTC, which nothing promises to be there, and compiles the kernel's source with it.
+ *
+ * PyTorch's wheels bring the library in a folder that the loader does not search; it is looked for there, too.
+ */
 #include "cuda_nvrtc.h"
 
 #include <dlfcn.h>

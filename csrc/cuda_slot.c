@@ -1,3 +1,7 @@
+/* Takes slots from what was given back, or cuts them from slabs.  cuda_slot.h says what a slot is and when it is free.
+ *
+ * Functions whose names end in _lock_held are called with the device's lock, which the entry points take.
+ */
 #include "cuda_slot.h"
 
 #include <stdlib.h>

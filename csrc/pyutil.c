@@ -1,3 +1,4 @@
+/* Names in messages, errors that must not stop a loop, hints of what to prefetch.  pyutil.h says what each does. */
 #include "pyutil.h"
 
 PyObject *
