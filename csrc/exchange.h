@@ -28,13 +28,14 @@ void mp_exchange_clear(mp_exchange *exchange);
  * sparse, meta, wrapper subclasses, more than MP_MAX_NDIM dimensions.  Works for tensors that require grad. */
 mp_exchange_result mp_exchange_view(mp_exchange *exchange, PyObject *tensor, mp_view *out, const char **why);
 
-/* The same without the checks for conjugate and negative bits, which are two calls of Python methods: for tensors that
- * passed mp_exchange_view before, and for those whose shape and strides alone matter. */
+/* The same without the checks for conjugate and negative bits, which are up to two calls of Python methods: for tensors
+ * that passed mp_exchange_view before, and for those whose shape and strides alone matter. */
 mp_exchange_result mp_exchange_layout(mp_exchange *exchange, PyObject *tensor, mp_view *out, const char **why);
 
-/* The hot path: pointer, numel, dtype, device only; layout, shape and strides of *out are left untouched and no
- * conjugate or negative check is made (a Parameter that passed mp_exchange_view once cannot gain one without a
- * new pointer).  Same refusals otherwise. */
+/* The hot path: pointer, numel, dtype, device only; layout, shape and strides of *out are left untouched, and whether the
+ * negative or conjugate bit is set is not asked.  For tensors that passed mp_exchange_view before: operations of PyTorch
+ * do not set a bit on them afterwards.  One thing does and is not noticed: `.data` set to torch._neg_view of the same
+ * memory, which has the same pointer.  Same refusals otherwise. */
 mp_exchange_result mp_exchange_pointer(mp_exchange *exchange, PyObject *tensor, mp_view *out, const char **why);
 
 /* The stream that PyTorch uses now on that device: *out is a native handle, NULL is the legacy default stream.

@@ -138,8 +138,9 @@ mp_host_run_advance(const mp_host_run *run, mp_host_place *place, int64_t bytes)
     return place->row >= count;
 }
 
-/* torch.set_flush_denormal is a setting of a thread.  Conversions keep subnormals whichever thread runs them, so that
- * the worker and its callers write the same bits. */
+/* torch.set_flush_denormal is a setting of a thread.  On x86 conversions keep subnormals whichever thread runs them, so
+ * that the worker and its callers write the same bits.  Elsewhere the setting is left as it is: on AArch64 a thread that
+ * flushes may write zeros where the worker writes subnormals. */
 static unsigned
 enter_exact_arithmetic(void)
 {
@@ -148,7 +149,7 @@ enter_exact_arithmetic(void)
     _mm_setcsr(0x1f80); /* the processor's default: exceptions masked, to nearest, no flushing */
     return control;
 #else
-    return 0;
+    return 0; /* unused */
 #endif
 }
 

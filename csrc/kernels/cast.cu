@@ -25,7 +25,7 @@ enum { MP_F64 = 0, MP_F32 = 1, MP_BF16 = 2, MP_F16 = 3, MP_NONE = 255 };
 // How the sum is scaled.  A power of two is multiplied by its exact reciprocal: the same bits, without a division.
 enum { MP_KEEP = 0, MP_MULTIPLY = 1, MP_DIVIDE = 2 };
 
-// One row, as csrc/cuda_table.h lays it out (the sizes are checked there).  Empty rows never get here.
+// One row, as csrc/cuda_table.c lays it out (kernel_row; the sizes are checked there).  Empty rows never get here.
 struct mp_krow {
     u64 src;
     u64 add;
@@ -36,7 +36,7 @@ struct mp_krow {
     u32 reserved;
 };
 
-static_assert(sizeof(mp_krow) == 48, "csrc/cuda_table.h has the same layout");
+static_assert(sizeof(mp_krow) == 48, "csrc/cuda_table.c has the same layout");
 
 // ---- What differs between compilers ---------------------------------------------------------------------------------
 // Conversions round to nearest, ties to even; subnormals are kept, NaN stays NaN, overflow gives infinity.
