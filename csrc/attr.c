@@ -31,16 +31,26 @@ mp_attr_traverse(mp_attr *attr, visitproc visit, void *arg)
     return 0;
 }
 
+int
+mp_attr_optional(const PyObject *found)
+{
+    if (found != NULL) {
+        return 0;
+    }
+    if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        return -1;
+    }
+    PyErr_Clear();
+    return 0;
+}
+
 /* Looks the descriptor up on the type.  One type is remembered: models hold one kind of parameter, nearly always. */
 static int
 learn_type(mp_attr *attr, PyTypeObject *type)
 {
     PyObject *found = PyObject_GetAttr((PyObject *)type, attr->name);
-    if (found == NULL) {
-        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
-            return -1;
-        }
-        PyErr_Clear(); /* the generic calls raise the proper error, or find an instance attribute */
+    if (mp_attr_optional(found) < 0) { /* without one the generic calls raise, or find an instance attribute */
+        return -1;
     }
     forget_type(attr);
     attr->type = (PyTypeObject *)Py_NewRef(type);

@@ -25,6 +25,10 @@ int mp_attr_traverse(mp_attr *attr, visitproc visit, void *arg);
 /* The value, a new reference, or NULL with an exception. */
 PyObject *mp_attr_get(mp_attr *attr, PyObject *object);
 
+/* After a look-up that may find nothing: 0 when something was found, and when AttributeError says that nothing was, which
+ * is cleared; -1 with any other exception. */
+int mp_attr_optional(const PyObject *found);
+
 /* 0, or -1 with an exception.  `value` is borrowed. */
 int mp_attr_set(mp_attr *attr, PyObject *object, PyObject *value);
 

@@ -3,6 +3,7 @@
  *
  * An event does not change once it is made, so its methods may let go of the GIL.
  */
+#include "attr.h"
 #include "dlpack_abi.h"
 #include "functions.h"
 #include "module.h"
@@ -82,13 +83,7 @@ static int
 optional_attribute(PyObject *object, const char *name, PyObject **value)
 {
     *value = PyObject_GetAttrString(object, name);
-    if (*value == NULL) {
-        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
-            return -1;
-        }
-        PyErr_Clear();
-    }
-    return 0;
+    return mp_attr_optional(*value);
 }
 
 /* The handle of a torch.Stream that does not tell it (PyTorch before 2.10): its stream_id is PyTorch's own numbering,

@@ -2,6 +2,7 @@
  * dlpack_read.c, the binary interface is in dlpack_abi.h. */
 #include "exchange.h"
 
+#include "attr.h"
 #include "dlpack_abi.h"
 #include "dlpack_read.h"
 
@@ -109,13 +110,7 @@ static int
 type_attribute(PyTypeObject *type, PyObject *name, PyObject **out)
 {
     *out = PyObject_GetAttr((PyObject *)type, name);
-    if (*out == NULL) {
-        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
-            return -1;
-        }
-        PyErr_Clear();
-    }
-    return 0;
+    return mp_attr_optional(*out);
 }
 
 /* *out: the method is_neg of a type that has it and is_conj in C, as torch.Tensor, else NULL: a new reference.  0, or -1
@@ -298,11 +293,8 @@ call_dlpack(mp_exchange *exchange, PyObject *tensor)
 {
     PyObject *method = NULL, *arguments = NULL, *keywords = NULL, *capsule = NULL;
     PyObject *on_cuda = PyObject_GetAttr(tensor, exchange->names[NAME_IS_CUDA]);
-    if (on_cuda == NULL) {
-        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
-            return NULL;
-        }
-        PyErr_Clear();
+    if (mp_attr_optional(on_cuda) < 0) {
+        return NULL;
     }
     method = PyObject_GetAttr(tensor, exchange->names[NAME_DLPACK]);
     if (method == NULL) {
