@@ -25,22 +25,6 @@ prefetch_param(const Engine *self, size_t row)
 
 /* ---- waiting ---------------------------------------------------------------------------------------------------- */
 
-/* Host: blocks until the event is complete; the GIL is given up only if it is not complete yet. */
-static mp_status
-wait_host(Engine *self, mp_event *event, mp_error *err)
-{
-    int done = 0;
-    mp_status status = self->backend->event_query(event, &done, err);
-    if (status != MP_OK || done) {
-        return status;
-    }
-    Py_BEGIN_ALLOW_THREADS
-    status = self->backend->event_wait(event, NULL, err);
-    Py_END_ALLOW_THREADS
-    self->counters.waits++;
-    return status;
-}
-
 /* The current stream waits for the casts of buckets 0..bucket.  One event is enough: the stream is in order. */
 int
 mp_engine_wait(Engine *self, Py_ssize_t bucket)
@@ -55,7 +39,9 @@ mp_engine_wait(Engine *self, Py_ssize_t bucket)
     mp_status status;
     uint64_t generation = self->generation;
     if (mp_engine_on_host(self)) {
-        status = wait_host(self, self->buckets[target].event, &err);
+        int blocked;
+        status = mp_event_wait_on_host(self->backend, self->buckets[target].event, &blocked, &err);
+        self->counters.waits += (uint64_t)blocked;
     }
     else {
         if (mp_exchange_current_stream(self->state->exchange, mp_engine_lender(self), self->device_type,

@@ -165,24 +165,30 @@ resolve_stream(event_object *self, PyObject *stream, void **out)
 
 /* --- methods ----------------------------------------------------------------------------------------------------- */
 
-/* Waits.  On the host this blocks unless the work is complete, which is asked first: with another thread waiting for the
- * GIL, giving it up wakes that thread.  A device is only told; and may not be asked while a graph is captured. */
-static mp_status
-wait_on(event_object *self, void *stream, mp_error *err)
+mp_status
+mp_event_wait_on_host(const mp_backend *backend, mp_event *event, int *blocked, mp_error *err)
 {
-    mp_status status;
-    if (self->device_type != DL_CPU) {
-        return self->backend->event_wait(self->event, stream, err);
-    }
     int done = 0;
-    status = self->backend->event_query(self->event, &done, err);
-    if (status != MP_OK || done) {
+    mp_status status = backend->event_query(event, &done, err);
+    *blocked = status == MP_OK && !done;
+    if (!*blocked) {
         return status;
     }
     Py_BEGIN_ALLOW_THREADS;
-    status = self->backend->event_wait(self->event, stream, err);
+    status = backend->event_wait(event, NULL, err);
     Py_END_ALLOW_THREADS;
     return status;
+}
+
+/* A device is only told to wait; and it may not be asked first, as the host is, while a graph is captured. */
+static mp_status
+wait_on(event_object *self, void *stream, mp_error *err)
+{
+    int blocked;
+    if (self->device_type == DL_CPU) {
+        return mp_event_wait_on_host(self->backend, self->event, &blocked, err);
+    }
+    return self->backend->event_wait(self->event, stream, err);
 }
 
 /* The one argument of wait(), positional or as stream=, borrowed; NULL with TypeError. */

@@ -45,6 +45,10 @@ PyObject *mp_raise(mp_state *state, const mp_error *err);
 PyObject *mp_event_wrap(mp_state *state, const mp_backend *backend, mp_device *device, mp_event *event, PyObject *tensor,
                         int device_type, int device_index);
 
+/* event.c: blocks until the event of the host backend is complete.  The GIL is given up only if it is not complete yet, and
+ * then *blocked is set: with another thread waiting for the GIL, giving it up wakes that thread. */
+mp_status mp_event_wait_on_host(const mp_backend *backend, mp_event *event, int *blocked, mp_error *err);
+
 /* The backend of a DLPack device type, or NULL with ValueError: 1 host, 2 and 3 CUDA. */
 const mp_backend *mp_backend_for(int device_type);
 
