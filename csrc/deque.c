@@ -5,9 +5,10 @@
 #include "deque.h"
 
 #include <stdint.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "require.h"
 
 /* A deque holds the events of one module, one or two as a rule: never shrunk below this. */
 #define SMALLEST 4
@@ -135,26 +136,17 @@ mp_deque_at(const mp_deque *deque, size_t index)
 
 #ifndef NDEBUG
 
-static _Noreturn void
-broken(const char *invariant, int line)
-{
-    fprintf(stderr, "ddp_mp: deque: %s does not hold (deque.c:%d)\n", invariant, line);
-    abort();
-}
-
-#define REQUIRE(condition) ((condition) ? (void)0 : broken(#condition, __LINE__))
-
 /* Looks at the ends only: it runs after every operation, and those must stay of constant cost in debug builds too. */
 void
 mp_deque_check(const mp_deque *deque)
 {
-    REQUIRE((deque->items == NULL) == (deque->size == 0));
-    REQUIRE((deque->size & (deque->size - 1)) == 0);
-    REQUIRE(deque->length <= deque->size);
-    REQUIRE(deque->size == 0 ? deque->head == 0 : deque->head < deque->size);
+    MP_REQUIRE((deque->items == NULL) == (deque->size == 0));
+    MP_REQUIRE((deque->size & (deque->size - 1)) == 0);
+    MP_REQUIRE(deque->length <= deque->size);
+    MP_REQUIRE(deque->size == 0 ? deque->head == 0 : deque->head < deque->size);
     if (deque->length > 0) {
-        REQUIRE(deque->items[deque->head] != NULL);
-        REQUIRE(deque->items[slot(deque, deque->length - 1)] != NULL);
+        MP_REQUIRE(deque->items[deque->head] != NULL);
+        MP_REQUIRE(deque->items[slot(deque, deque->length - 1)] != NULL);
     }
 }
 

@@ -1,8 +1,9 @@
 /* Cutting a list of parameters into buckets; see plan.h. */
 #include "plan.h"
 
-#include <stdio.h>
 #include <stdlib.h>
+
+#include "require.h"
 
 /* Bytes of a row in its arena, padding included.  0, or -1 when they do not fit 63 bits. */
 static int
@@ -133,45 +134,36 @@ mp_plan_fingerprint(const void *const *pointers, size_t count)
 
 #ifndef NDEBUG
 
-static _Noreturn void
-broken(const char *invariant, int line)
-{
-    fprintf(stderr, "ddp_mp: plan: %s does not hold (plan.c:%d)\n", invariant, line);
-    abort();
-}
-
-#define REQUIRE(condition) ((condition) ? (void)0 : broken(#condition, __LINE__))
-
 static void
 check_bucket(const mp_plan *plan, size_t index)
 {
     const mp_plan_bucket *bucket = &plan->buckets[index];
     int64_t end = 0;
-    REQUIRE(bucket->count > 0);
-    REQUIRE(bucket->count <= plan->row_count - bucket->first);
+    MP_REQUIRE(bucket->count > 0);
+    MP_REQUIRE(bucket->count <= plan->row_count - bucket->first);
     for (size_t i = bucket->first; i < bucket->first + bucket->count; i++) {
         const mp_plan_row *row = &plan->rows[i];
-        REQUIRE((size_t)row->bucket == index);
-        REQUIRE(row->numel >= 0);
-        REQUIRE(row->bytes == row->numel * (int64_t)mp_dtype_size(plan->low));
-        REQUIRE(row->offset == end);
+        MP_REQUIRE((size_t)row->bucket == index);
+        MP_REQUIRE(row->numel >= 0);
+        MP_REQUIRE(row->bytes == row->numel * (int64_t)mp_dtype_size(plan->low));
+        MP_REQUIRE(row->offset == end);
         end += (row->bytes + (MP_ROW_ALIGN - 1)) / MP_ROW_ALIGN * MP_ROW_ALIGN;
     }
-    REQUIRE(bucket->bytes == end);
+    MP_REQUIRE(bucket->bytes == end);
 }
 
 void
 mp_plan_check(const mp_plan *plan)
 {
     size_t next = 0;
-    REQUIRE((plan->rows == NULL) == (plan->row_count == 0));
-    REQUIRE((plan->buckets == NULL) == (plan->bucket_count == 0));
+    MP_REQUIRE((plan->rows == NULL) == (plan->row_count == 0));
+    MP_REQUIRE((plan->buckets == NULL) == (plan->bucket_count == 0));
     for (size_t i = 0; i < plan->bucket_count; i++) {
-        REQUIRE(plan->buckets[i].first == next);
+        MP_REQUIRE(plan->buckets[i].first == next);
         check_bucket(plan, i);
         next += plan->buckets[i].count;
     }
-    REQUIRE(next == plan->row_count);
+    MP_REQUIRE(next == plan->row_count);
 }
 
 #else
