@@ -74,6 +74,17 @@ simulate_cuda(PyObject *module, PyObject *arg)
     Py_RETURN_NONE;
 }
 
+/* Sets a size of the host backend.  The previous one, or NULL with an exception. */
+static PyObject *
+set_size(PyObject *arg, size_t (*set)(size_t bytes))
+{
+    size_t bytes = PyLong_AsSize_t(arg);
+    if (bytes == (size_t)-1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    return PyLong_FromSize_t(set(bytes));
+}
+
 PyDoc_STRVAR(host_set_inline_bytes_doc,
              "host_set_inline_bytes(n)\n--\n\n"
              "Bytes up to which a table runs on the calling thread when the worker is idle; returns the previous value.");
@@ -82,11 +93,7 @@ static PyObject *
 host_set_inline_bytes(PyObject *module, PyObject *arg)
 {
     (void)module;
-    size_t bytes = PyLong_AsSize_t(arg);
-    if (bytes == (size_t)-1 && PyErr_Occurred()) {
-        return NULL;
-    }
-    return PyLong_FromSize_t(mp_host_set_inline_bytes(bytes));
+    return set_size(arg, mp_host_set_inline_bytes);
 }
 
 PyDoc_STRVAR(host_set_stream_bytes_doc,
@@ -97,11 +104,7 @@ static PyObject *
 host_set_stream_bytes(PyObject *module, PyObject *arg)
 {
     (void)module;
-    size_t bytes = PyLong_AsSize_t(arg);
-    if (bytes == (size_t)-1 && PyErr_Occurred()) {
-        return NULL;
-    }
-    return PyLong_FromSize_t(mp_host_set_stream_bytes(bytes));
+    return set_size(arg, mp_host_set_stream_bytes);
 }
 
 /* A new list of the names that run here, fastest first. */
