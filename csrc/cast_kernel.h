@@ -27,17 +27,10 @@ typedef struct mp_scale {
     int divide; /* non-zero: divide by factor; zero: multiply by it */
 } mp_scale;
 
-/* World sizes are mostly powers of two.  Their reciprocals are exact, so product and quotient are the same real
- * number before rounding, subnormal results included.  Exponents stop where the reciprocal would be subnormal. */
 static inline mp_scale
 mp_scale_of(double divisor)
 {
-    uint64_t bits;
-    memcpy(&bits, &divisor, sizeof bits);
-    const uint64_t mantissa = bits & 0xfffffffffffffu;
-    const uint64_t exponent = bits >> 52 & 0x7ff;
-    const int exact = mantissa == 0 && exponent >= 1023 - 126 && exponent <= 1023 + 126;
-    return exact ? (mp_scale){(float)(1.0 / divisor), 0} : (mp_scale){(float)divisor, 1};
+    return mp_divisor_is_exact(divisor) ? (mp_scale){(float)(1.0 / divisor), 0} : (mp_scale){(float)divisor, 1};
 }
 
 #endif

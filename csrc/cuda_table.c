@@ -441,19 +441,15 @@ track(mp_table *table, cu_stream stream, int caller, mp_error *err)
     return status;
 }
 
-/* The factor that the kernel gets.  The reciprocal of a power of two is exact, so multiplying by it gives the same bits
- * as dividing, as long as it is a normal float. */
+/* The factor that the kernel gets, and what it does with it. */
 static uint32_t
 choose_scaling(double divisor, double *factor)
 {
-    uint64_t bits;
-    memcpy(&bits, &divisor, sizeof bits);
-    const int64_t exponent = (int64_t)(bits >> 52 & 2047) - 1023;
     *factor = divisor;
     if (divisor == 1.0) {
         return SCALE_KEEP;
     }
-    if ((bits & (((uint64_t)1 << 52) - 1)) == 0 && exponent > -120 && exponent < 120) {
+    if (mp_divisor_is_exact(divisor)) {
         *factor = 1.0 / divisor;
         return SCALE_MULTIPLY;
     }

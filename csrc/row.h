@@ -13,6 +13,7 @@
 #define DDP_MP_ROW_H
 
 #include <stdint.h>
+#include <string.h>
 
 #include "dtype.h"
 
@@ -25,5 +26,18 @@ typedef struct mp_row {
     mp_dtype add_dtype;
     mp_dtype dst_dtype;
 } mp_row;
+
+/* Whether multiplying by 1 / divisor gives the same bits as dividing: the divisor is a power of two, as world sizes mostly
+ * are, so that the reciprocal is exact and product and quotient are the same real number before rounding, subnormal
+ * results included.  The exponents stop where the reciprocal, or the divisor, would be a subnormal float, which a thread
+ * or a device that flushes takes for zero. */
+static inline int
+mp_divisor_is_exact(double divisor)
+{
+    uint64_t bits;
+    memcpy(&bits, &divisor, sizeof bits);
+    const int exponent = (int)(bits >> 52 & 0x7ff) - 1023;
+    return (bits & 0xfffffffffffffu) == 0 && exponent >= -126 && exponent <= 126;
+}
 
 #endif

@@ -553,7 +553,8 @@ trial_check(trial *t, double divisor)
 static void
 test_launch_converts_as_the_host(mp_device *on, int rounds)
 {
-    static const double divisors[] = {1, 1, 2, 3, 1024, 0.5, -4, 7, 0.1, 1e30, 8, 0x1p130, 0x1p-140};
+    static const double divisors[] = {1,    1,       2,       3,        1024,    0.5,      -4,       7, 0.1,
+                                      1e30, 8,       0x1p130, 0x1p-140, 0x1p126, 0x1p-126, -0x1p125};
     mp_table *table;
     OK(backend->table_new(on, &table, &error));
     for (int round = 0; round < rounds; round++) {
@@ -561,7 +562,7 @@ test_launch_converts_as_the_host(mp_device *on, int rounds)
         trial trials[12];
         mp_row rows[12];
         const size_t count = 1 + next() % 12;
-        const double divisor = divisors[next() % 13];
+        const double divisor = divisors[next() % (sizeof divisors / sizeof *divisors)];
         for (size_t i = 0; i < count; i++) {
             trial_init(&trials[i]);
             sim.disown(trials[i].src), sim.own(trials[i].src, trials[i].room, "src", -1);
