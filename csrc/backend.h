@@ -19,8 +19,6 @@
 
 #include "row.h"
 
-#define MP_BACKEND_ABI 1
-
 typedef enum mp_status {
     MP_OK = 0,
     MP_ERR_MEMORY = 1,      /* out of host memory */
@@ -50,7 +48,6 @@ typedef struct mp_counters {
 } mp_counters;
 
 typedef struct mp_backend {
-    int abi;          /* MP_BACKEND_ABI */
     const char *name; /* "host" or "cuda" */
 
     /* Opens device `index`, or returns the one already open.  No driver call happens before the first open.

@@ -584,7 +584,6 @@ cuda_counters(mp_device *device, mp_counters *out)
 }
 
 const mp_backend mp_backend_cuda = {
-    .abi = MP_BACKEND_ABI,
     .name = "cuda",
     .open = cuda_open,
     .native_stream = cuda_native_stream,

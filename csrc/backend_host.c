@@ -411,7 +411,6 @@ mp_host_fail_at(uint64_t nth)
 }
 
 const mp_backend mp_backend_host = {
-    .abi = MP_BACKEND_ABI,
     .name = "host",
     .open = host_open,
     .native_stream = host_native_stream,

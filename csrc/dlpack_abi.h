@@ -24,7 +24,7 @@ enum { DL_CPU = 1, DL_CUDA = 2, DL_CUDA_HOST = 3 };
 enum { DL_INT = 0, DL_UINT = 1, DL_FLOAT = 2, DL_BFLOAT = 4, DL_COMPLEX = 5, DL_BOOL = 6 };
 
 /* Bits of dl_managed_versioned.flags */
-#define DL_FLAG_READ_ONLY (UINT64_C(1) << 0)
+#define DL_FLAG_READ_ONLY (UINT64_C(1) << 0) /* not asked: sources may be, and what we write is PyTorch's own memory */
 #define DL_FLAG_COPIED (UINT64_C(1) << 1)
 
 typedef struct dl_version {

@@ -321,6 +321,7 @@ engine_get_is_low(PyObject *object, void *Py_UNUSED(closure))
     return PyBool_FromLong(((Engine *)object)->low_count > 0);
 }
 
+/* Nothing in the package asks for it: it is for others, as torch.cuda.ExternalStream takes it. */
 static PyObject *
 engine_get_native_stream(PyObject *object, void *Py_UNUSED(closure))
 {

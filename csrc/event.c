@@ -262,6 +262,7 @@ event_synchronize(PyObject *object, PyObject *unused)
     Py_RETURN_NONE;
 }
 
+/* Nothing in the package asks for it: it is for code that orders streams of its own behind a cast. */
 static PyObject *
 event_native_handle(PyObject *object, void *unused)
 {

@@ -116,6 +116,7 @@ deque_append(PyObject *object, PyObject *item)
     return deque_add(object, item, mp_deque_push);
 }
 
+/* Nothing in the package calls it: the queue stands where PyTorch has a collections.deque, and offers its four ends. */
 PyDoc_STRVAR(deque_appendleft_doc, "appendleft($self, event, /)\n--\n\nAdds an event at the left end.");
 
 static PyObject *

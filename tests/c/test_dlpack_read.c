@@ -276,7 +276,7 @@ test_versions(void)
     CHECK_EQ(view.numel, 4);
     managed.version.minor = 99;
     CHECK(mp_dlpack_read_versioned(&managed, 1, &view) == NULL);
-    managed.flags = 1; /* read-only: we may not write, but we may read */
+    managed.flags = DL_FLAG_READ_ONLY; /* may be read all the same */
     CHECK(mp_dlpack_read_versioned(&managed, 1, &view) == NULL);
     managed.flags = DL_FLAG_COPIED;
     CHECK(strstr(mp_dlpack_read_versioned(&managed, 1, &view), "a copy") != NULL);
