@@ -77,6 +77,22 @@ mp_attr_get(mp_attr *attr, PyObject *object)
 }
 
 int
+mp_attr_get_int64(mp_attr *attr, PyObject *object, int64_t *out)
+{
+    PyObject *value = mp_attr_get(attr, object);
+    if (value == NULL) {
+        return -1;
+    }
+    long long number = PyLong_AsLongLong(value);
+    Py_DECREF(value);
+    if (number == -1 && PyErr_Occurred()) {
+        return -1;
+    }
+    *out = number;
+    return 0;
+}
+
+int
 mp_attr_set(mp_attr *attr, PyObject *object, PyObject *value)
 {
     PyTypeObject *type = Py_TYPE(object);

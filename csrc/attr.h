@@ -1,4 +1,4 @@
-/* One tensor attribute (`data`, `grad`) read and written through its descriptor, found once a type.
+/* One tensor attribute (`data`, `grad`, `_version`) read and written through its descriptor, found once a type.
  *
  * PyObject_SetAttr on a tensor walks the type's cache and checks instance dictionaries; torch's own getset descriptor
  * called directly does the same work without.  A type that intercepts attribute access (its own __getattribute__ or
@@ -9,6 +9,7 @@
 #define DDP_MP_ATTR_H
 
 #include <Python.h>
+#include <stdint.h>
 
 typedef struct mp_attr {
     PyObject *name;     /* owned, interned */
@@ -28,6 +29,9 @@ PyObject *mp_attr_get(mp_attr *attr, PyObject *object);
 /* After a look-up that may find nothing: 0 when something was found, and when AttributeError says that nothing was, which
  * is cleared; -1 with any other exception. */
 int mp_attr_optional(const PyObject *found);
+
+/* The value as an integer.  0, or -1 with an exception. */
+int mp_attr_get_int64(mp_attr *attr, PyObject *object, int64_t *out);
 
 /* 0, or -1 with an exception.  `value` is borrowed. */
 int mp_attr_set(mp_attr *attr, PyObject *object, PyObject *value);

@@ -12,17 +12,10 @@
 static int
 read_version(Engine *self, size_t row, int64_t *out)
 {
-    PyObject *value = mp_attr_get(&self->version, self->params[row]);
-    if (value == NULL) {
+    if (mp_attr_get_int64(&self->version, self->params[row], out) < 0) {
         mp_error_name(self->names, row, "reading its version counter");
         return -1;
     }
-    long long version = PyLong_AsLongLong(value);
-    Py_DECREF(value);
-    if (version == -1 && PyErr_Occurred()) {
-        return -1;
-    }
-    *out = version;
     return 0;
 }
 

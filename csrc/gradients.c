@@ -63,6 +63,16 @@ mp_gradients_get(Gradients *self, size_t row, PyObject **out)
     return 0;
 }
 
+int
+mp_gradients_version(Gradients *self, size_t row, PyObject *gradient, int64_t *out)
+{
+    if (mp_attr_get_int64(&self->version, gradient, out) < 0) {
+        mp_error_name(self->names, row, "reading the version counter of its gradient");
+        return -1;
+    }
+    return 0;
+}
+
 /* The device comes with the first tensor that is seen; there is one for all. */
 int
 mp_gradients_use_device(Gradients *self, const mp_view *view, const char *what)
@@ -236,6 +246,23 @@ end(Gradients *self)
 
 /* ---- setting aside ---------------------------------------------------------------------------------------------- */
 
+/* Where `grad` is what we left: whether somebody wrote into it since then. */
+static int
+look_for_writes(Gradients *self, size_t row, PyObject *grad)
+{
+    int64_t version = 0;
+    if (grad == NULL || grad != self->left[row]) {
+        return 0;
+    }
+    if (mp_gradients_version(self, row, grad, &version) < 0) {
+        return -1;
+    }
+    if (version != self->left_version[row]) {
+        self->left_version[row] = MP_WRITTEN;
+    }
+    return 0;
+}
+
 /* Reads every `.grad` into fresh[row], but that of `fired_row`, where it is this backward's already.  Refuses where
  * something from an earlier backward is still aside and `.grad` is empty: going on would lose it.  Where `.grad` has
  * been set since, that is what counts. */
@@ -246,7 +273,8 @@ read_all(Gradients *self, PyObject **fresh, Py_ssize_t fired_row)
         if (row + MP_GRADIENTS_AHEAD < self->row_count) {
             mp_gradients_prefetch(self, row + MP_GRADIENTS_AHEAD);
         }
-        if ((Py_ssize_t)row != fired_row && mp_gradients_get(self, row, &fresh[row]) < 0) {
+        if ((Py_ssize_t)row != fired_row &&
+            (mp_gradients_get(self, row, &fresh[row]) < 0 || look_for_writes(self, row, fresh[row]) < 0)) {
             return -1;
         }
         if (fresh[row] == NULL && self->stash[row] != NULL) {
@@ -278,6 +306,24 @@ take_all(Gradients *self, PyObject **fresh)
     return 0;
 }
 
+/* `grad`: stolen, or NULL.  What is not exactly what we left may differ between ranks: all of it is local then. */
+static void
+set_aside(Gradients *self, size_t row, PyObject *grad)
+{
+    int known = grad != NULL && grad == self->left[row];
+    int written = known && self->left_version[row] == MP_WRITTEN;
+    self->phase[row] = PHASE_ASIDE;
+    self->known[row] = (uint8_t)known;
+    self->local[row] = grad != NULL && (!known || written || self->left_own[row]);
+    Py_XSETREF(self->stash[row], grad);
+    if (!known) {
+        Py_CLEAR(self->left[row]);
+    }
+    if (!known || written) {
+        Py_CLEAR(self->base[row]);
+    }
+}
+
 static Py_ssize_t
 begin(Gradients *self, int early, Py_ssize_t fired_row)
 {
@@ -296,15 +342,8 @@ begin(Gradients *self, int early, Py_ssize_t fired_row)
             Py_XDECREF(grad);
             continue;
         }
-        self->phase[row] = PHASE_ASIDE;
-        self->known[row] = grad != NULL && grad == self->left[row];
-        self->local[row] = grad != NULL && (!self->known[row] || self->left_own[row]);
+        set_aside(self, row, grad);
         count += grad != NULL;
-        Py_XSETREF(self->stash[row], grad);
-        if (!self->known[row]) {
-            Py_CLEAR(self->left[row]);
-            Py_CLEAR(self->base[row]);
-        }
     }
     PyMem_Free(fresh);
     if (count >= 0) {
@@ -376,7 +415,7 @@ check_divisor(double divisor)
     return 0;
 }
 
-/* views as PySequence_Fast gives it (new reference), or *out = NULL for None. */
+/* The views in a tuple of our own, which nobody changes meanwhile (new reference), or *out = NULL for None. */
 static int
 parse_views(const grad_bucket *bucket, PyObject *views, PyObject **out)
 {
@@ -384,14 +423,14 @@ parse_views(const grad_bucket *bucket, PyObject *views, PyObject **out)
     if (views == Py_None) {
         return 0;
     }
-    PyObject *fast = PySequence_Fast(views, "views: expected a sequence of tensors or None");
-    if (fast != NULL && (size_t)PySequence_Fast_GET_SIZE(fast) != bucket->count) {
+    PyObject *tuple = PySequence_Tuple(views);
+    if (tuple != NULL && (size_t)PyTuple_GET_SIZE(tuple) != bucket->count) {
         PyErr_Format(PyExc_ValueError, "views: expected %zu, one a row of the bucket, got %zd", bucket->count,
-                     PySequence_Fast_GET_SIZE(fast));
-        Py_CLEAR(fast);
+                     PyTuple_GET_SIZE(tuple));
+        Py_CLEAR(tuple);
     }
-    *out = fast;
-    return fast != NULL ? 0 : -1;
+    *out = tuple;
+    return tuple != NULL ? 0 : -1;
 }
 
 static PyObject *
@@ -608,7 +647,11 @@ gradients_set_stash(PyObject *object, PyObject *args)
         PyErr_Format(PyExc_RuntimeError, "parameter '%U': nothing is set aside", mp_gradients_name(self, (size_t)row));
         return NULL;
     }
+    if (mp_gradients_enter(self) < 0) { /* an operation may have read the one that would go */
+        return NULL;
+    }
     Py_SETREF(self->stash[row], Py_NewRef(stash));
+    mp_gradients_leave(self);
     Py_RETURN_NONE;
 }
 
@@ -637,8 +680,12 @@ gradients_set_base(PyObject *object, PyObject *args)
                      mp_gradients_name(self, (size_t)row));
         return NULL;
     }
+    if (mp_gradients_enter(self) < 0) {
+        return NULL;
+    }
     Py_XSETREF(self->base[row], base != Py_None ? Py_NewRef(base) : NULL);
     self->local[row] = 1;
+    mp_gradients_leave(self);
     Py_RETURN_NONE;
 }
 
@@ -684,7 +731,7 @@ gradients_hand_over(PyObject *object, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"bucket", "reduced", "views", "divisor", "used", NULL};
     Gradients *self = (Gradients *)object;
-    PyObject *reduced, *views, *used, *fast = NULL, *result = NULL;
+    PyObject *reduced, *views, *used, *tuple = NULL, *result = NULL;
     Py_ssize_t bucket;
     Py_buffer flags = {0};
     double divisor;
@@ -693,14 +740,14 @@ gradients_hand_over(PyObject *object, PyObject *args, PyObject *kwargs)
         check_index(bucket, self->bucket_count, "bucket") < 0 || check_divisor(divisor) < 0) {
         return NULL;
     }
-    if (parse_views(&self->buckets[bucket], views, &fast) == 0 && parse_used(self, used, &flags) == 0) {
-        result = mp_gradients_hand_over(self, (size_t)bucket, reduced, fast, divisor,
+    if (parse_views(&self->buckets[bucket], views, &tuple) == 0 && parse_used(self, used, &flags) == 0) {
+        result = mp_gradients_hand_over(self, (size_t)bucket, reduced, tuple, divisor,
                                         flags.obj != NULL ? flags.buf : NULL);
     }
     if (flags.obj != NULL) {
         PyBuffer_Release(&flags);
     }
-    Py_XDECREF(fast);
+    Py_XDECREF(tuple);
     return result;
 }
 
@@ -709,16 +756,16 @@ gradients_accumulate(PyObject *object, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"bucket", "views", NULL};
     Gradients *self = (Gradients *)object;
-    PyObject *views, *fast = NULL, *result = NULL;
+    PyObject *views, *tuple = NULL, *result = NULL;
     Py_ssize_t bucket;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "nO:accumulate", keywords, &bucket, &views) ||
         check_index(bucket, self->bucket_count, "bucket") < 0) {
         return NULL;
     }
-    if (parse_views(&self->buckets[bucket], views, &fast) == 0) {
-        result = mp_gradients_accumulate(self, (size_t)bucket, fast);
+    if (parse_views(&self->buckets[bucket], views, &tuple) == 0) {
+        result = mp_gradients_accumulate(self, (size_t)bucket, tuple);
     }
-    Py_XDECREF(fast);
+    Py_XDECREF(tuple);
     return result;
 }
 
@@ -902,6 +949,7 @@ make_rows(Gradients *self, size_t count, size_t bucket_count)
     self->params = PyMem_Calloc(some, sizeof *self->params);
     self->stash = PyMem_Calloc(some, sizeof *self->stash);
     self->left = PyMem_Calloc(some, sizeof *self->left);
+    self->left_version = PyMem_Calloc(some, sizeof *self->left_version);
     self->base = PyMem_Calloc(some, sizeof *self->base);
     self->hints = PyMem_Calloc(some, sizeof *self->hints);
     self->view_hints = PyMem_Calloc(some, sizeof *self->view_hints);
@@ -918,10 +966,11 @@ make_rows(Gradients *self, size_t count, size_t bucket_count)
     self->phase = PyMem_Calloc(some, 1);
     self->fired = PyMem_Calloc(some, 1);
     self->buckets = PyMem_Calloc(bucket_count > 0 ? bucket_count : 1, sizeof *self->buckets);
-    if (self->params == NULL || self->stash == NULL || self->left == NULL || self->base == NULL ||
-        self->hints == NULL || self->view_hints == NULL || self->views == NULL || self->numels == NULL ||
-        self->offsets == NULL || self->bucket_of == NULL || self->position == NULL || self->order == NULL ||
-        self->left_own == NULL || self->known == NULL || self->local == NULL || self->dtype == NULL || self->phase == NULL || self->fired == NULL || self->buckets == NULL) {
+    if (self->params == NULL || self->stash == NULL || self->left == NULL || self->left_version == NULL ||
+        self->base == NULL || self->hints == NULL || self->view_hints == NULL || self->views == NULL ||
+        self->numels == NULL || self->offsets == NULL || self->bucket_of == NULL || self->position == NULL ||
+        self->order == NULL || self->left_own == NULL || self->known == NULL || self->local == NULL ||
+        self->dtype == NULL || self->phase == NULL || self->fired == NULL || self->buckets == NULL) {
         PyErr_NoMemory();
         return -1;
     }
@@ -986,6 +1035,7 @@ gradients_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->on_ready = Py_NewRef(on_ready);
     self->on_error = Py_NewRef(on_error);
     mp_attr_init(&self->grad, self->state->str_grad);
+    mp_attr_init(&self->version, self->state->str_version);
     if (gradients_setup(self, param_tuple, names, bucket_tuple) < 0) {
         Py_CLEAR(self);
     }
@@ -1010,7 +1060,8 @@ gradients_traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(self->on_first);
     Py_VISIT(self->on_ready);
     Py_VISIT(self->on_error);
-    return mp_attr_traverse(&self->grad, visit, arg);
+    int stop = mp_attr_traverse(&self->version, visit, arg);
+    return stop != 0 ? stop : mp_attr_traverse(&self->grad, visit, arg);
 }
 
 /* Gives back what is still aside: nobody else has it.  A gradient that was set since then stays. */
@@ -1059,6 +1110,7 @@ gradients_clear(PyObject *object)
         }
     }
     self->bucket_count = 0;
+    mp_attr_clear(&self->version);
     mp_attr_clear(&self->grad);
     return 0;
 }
@@ -1097,6 +1149,7 @@ gradients_dealloc(PyObject *object)
     PyMem_Free(self->view_hints);
     PyMem_Free(self->hints);
     PyMem_Free(self->base);
+    PyMem_Free(self->left_version);
     PyMem_Free(self->left);
     PyMem_Free(self->stash);
     PyMem_Free(self->params);

@@ -54,6 +54,7 @@ typedef struct Gradients {
     PyObject **stash;  /* owned; NULL: nothing set aside */
     PyObject **left; /* owned; what we left in `.grad`: owned so that its address is not used again.  Dropped by the
                         next begin() that finds something else */
+    int64_t *left_version; /* its version counter then, or MP_WRITTEN: it has been written since */
     PyObject **base; /* owned; NULL, or the part of `left` that all ranks have: this rank has added to it */
     const char **hints;      /* of params, to be prefetched: see engine_hints.c */
     const char **view_hints; /* of what is in `views` */
@@ -78,6 +79,7 @@ typedef struct Gradients {
     PyObject *on_ready; /* owned */
     PyObject *on_error; /* owned; None: nobody is told */
     mp_attr grad;
+    mp_attr version;
     int active;
     int early;
     int busy;
@@ -91,6 +93,9 @@ typedef struct Gradients {
     uint8_t *action;
     PyObject *weakrefs;
 } Gradients;
+
+/* No version counter's value. */
+#define MP_WRITTEN ((int64_t)-1)
 
 /* How many rows ahead objects are asked for, as in engine_pass.c. */
 #define MP_GRADIENTS_AHEAD 8
@@ -112,13 +117,14 @@ int mp_gradients_enter(Gradients *self); /* claims rows and scratch; every succe
 void mp_gradients_leave(Gradients *self);
 int mp_gradients_set(Gradients *self, size_t row, PyObject *value); /* `.grad` = value; NULL: None */
 int mp_gradients_get(Gradients *self, size_t row, PyObject **out);  /* a new reference, NULL for None */
+int mp_gradients_version(Gradients *self, size_t row, PyObject *gradient, int64_t *out); /* of one of the row's */
 
 /* The device comes with the first tensor that is seen; there is one for all.  `what` names the tensor. */
 int mp_gradients_use_device(Gradients *self, const mp_view *view, const char *what);
 
 /* gradients_move.c.  The list of rows left to the caller (new reference), or NULL with an exception. */
 PyObject *mp_gradients_pack(Gradients *self, size_t bucket, PyObject *out, double divisor);
-/* `views`: what PySequence_Fast gave, or NULL; `used`: one byte a row, or NULL. */
+/* `views`: a tuple, or NULL; `used`: one byte a row, or NULL. */
 PyObject *mp_gradients_hand_over(Gradients *self, size_t bucket, PyObject *reduced, PyObject *views, double divisor,
                                  const uint8_t *used);
 PyObject *mp_gradients_accumulate(Gradients *self, size_t bucket, PyObject *views);

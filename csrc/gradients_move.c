@@ -214,27 +214,47 @@ launch(Gradients *self, operation *op, mp_table **table, double divisor)
 
 /* Remembers what the row's `.grad` is now; `synced`: it is equal on all ranks. */
 static void
-remember_left(Gradients *self, size_t row, PyObject *value, int synced)
+remember_left(Gradients *self, size_t row, PyObject *value, int64_t version, int synced)
 {
     Py_XSETREF(self->left[row], Py_XNewRef(value));
+    self->left_version[row] = version;
     self->left_own[row] = !synced;
     if (synced) {
         Py_CLEAR(self->base[row]);
     }
 }
 
+/* The version counter of what the row is given.  Views of one buffer share theirs, so that it is read once for all. */
+static int
+version_of_result(Gradients *self, size_t row, size_t k, int64_t *of_views, int64_t *out)
+{
+    PyObject *value = self->result[k];
+    if (value == self->stash[row] || value == self->held[k]) {
+        return mp_gradients_version(self, row, value, out);
+    }
+    if (*of_views == MP_WRITTEN && mp_gradients_version(self, row, value, of_views) < 0) {
+        return -1;
+    }
+    *out = *of_views;
+    return 0;
+}
+
 /* Gives the row its new gradient and lets go of the stash. */
 static int
-finish_row(Gradients *self, size_t row, size_t k)
+finish_row(Gradients *self, size_t row, size_t k, int64_t *of_views)
 {
     enum action action = (enum action)self->action[k];
     PyObject *value = action == ACTION_BACK ? self->stash[row] : self->result[k];
+    int64_t version = 0;
+    if (action != ACTION_BACK && version_of_result(self, row, k, of_views, &version) < 0) {
+        return -1;
+    }
     if (mp_gradients_set(self, row, value) < 0) {
         return -1;
     }
     int kept = self->stash[row] != NULL && value == self->stash[row];
     if (action != ACTION_BACK) {
-        remember_left(self, row, value, action == ACTION_SYNCED);
+        remember_left(self, row, value, version, action == ACTION_SYNCED);
     }
     if (self->phase[row] != PHASE_IDLE) { /* outside a backward there is nothing that abort() could undo */
         self->phase[row] = kept ? PHASE_KEPT : PHASE_FRESH;
@@ -248,6 +268,7 @@ static int
 finish(Gradients *self, operation *op)
 {
     PyObject *error = NULL;
+    int64_t of_views = MP_WRITTEN;
     for (size_t k = 0; k < op->bucket->count; k++) {
         size_t row = op->bucket->rows[k];
         int result = 0;
@@ -259,7 +280,7 @@ finish(Gradients *self, operation *op)
             result = self->held[k] != NULL ? mp_gradients_set(self, row, NULL) : 0;
             break;
         default:
-            result = finish_row(self, row, k);
+            result = finish_row(self, row, k, &of_views);
         }
         if (result < 0) {
             mp_error_collect(&error);
@@ -293,7 +314,7 @@ pack_row(Gradients *self, operation *op, size_t k, const mp_view *out)
         flat = read_flat(self, row, self->held[k], &param, 0, &grad, "reading its gradient");
     }
     if (flat == 1 && aside != NULL) {
-        flat = read_flat(self, row, aside, &param, 0, &stash, "reading the gradient set aside");
+        flat = read_flat(self, row, aside, &param, self->known[row], &stash, "reading the gradient set aside");
     }
     if (flat <= 0) {
         return flat < 0 ? -1 : skip_row(op, row);
@@ -338,7 +359,7 @@ pack(Gradients *self, operation *op, PyObject *out, double divisor)
 /* What hand_over() is given, read. */
 typedef struct handover {
     mp_view reduced;
-    PyObject *views; /* borrowed from PySequence_Fast, or NULL */
+    PyObject *views; /* borrowed tuple, or NULL */
     double divisor;
     const uint8_t *used; /* one byte a row, or NULL: all are */
 } handover;
@@ -350,7 +371,7 @@ destination(Gradients *self, size_t row, size_t k, PyObject *views)
     if (self->stash[row] != NULL) {
         return self->stash[row];
     }
-    return views != NULL ? PySequence_Fast_GET_ITEM(views, (Py_ssize_t)k) : NULL;
+    return views != NULL ? PyTuple_GET_ITEM(views, (Py_ssize_t)k) : NULL;
 }
 
 /* Whether writing dst while reading `reduced` would disturb other rows, or this one's sum. */
@@ -413,7 +434,7 @@ prefetch_give(Gradients *self, const operation *op, size_t k, PyObject *views)
     if (views == NULL) {
         return;
     }
-    PyObject *view = PySequence_Fast_GET_ITEM(views, (Py_ssize_t)k);
+    PyObject *view = PyTuple_GET_ITEM(views, (Py_ssize_t)k);
     if (view != self->views[row]) {
         self->views[row] = view;
         Py_INCREF(view); /* a subclass may run anything */
@@ -598,11 +619,13 @@ mp_gradients_accumulate(Gradients *self, size_t bucket, PyObject *views)
 int
 mp_gradients_settle(Gradients *self, size_t row, PyObject *grad, int synced)
 {
-    if (mp_gradients_set(self, row, grad) < 0) {
+    int64_t version = 0;
+    if ((grad != NULL && mp_gradients_version(self, row, grad, &version) < 0) ||
+        mp_gradients_set(self, row, grad) < 0) {
         return -1;
     }
     int kept = self->stash[row] != NULL && grad == self->stash[row];
-    remember_left(self, row, grad, synced);
+    remember_left(self, row, grad, version, synced);
     self->phase[row] = self->phase[row] == PHASE_IDLE ? PHASE_IDLE : kept ? PHASE_KEPT : PHASE_FRESH;
     Py_CLEAR(self->stash[row]);
     return 0;

@@ -129,8 +129,8 @@ class Gradients:
         parameter is left uncollectable."""
     def begin(self, early: bool, fired_row: int = -1) -> int:
         """A backward starts: every defined ``.grad`` is set aside (stashed) and ``.grad`` becomes None.  A stash is `synced`
-        when it is the very object that hand_over() left, otherwise `local`: only this rank may have it, or what it has
-        beyond its `base`.  Returns how many were set aside.  ``fired_row`` is a row whose hook fired already in this
+        when it is the very object that hand_over() left and its version counter has not moved, otherwise `local`: only this
+        rank may have it, or what it has beyond its `base`.  Returns how many were set aside.  ``fired_row`` is a row whose hook fired already in this
         backward (the caller is on_first): its ``.grad`` holds the new gradient and stays."""
     @property
     def fires(self) -> int:
@@ -177,7 +177,8 @@ class Gradients:
     ) -> list[int]:
         """After a reduction: ``.grad`` of every row becomes its stash (local: overwritten by, synced: increased by,
         reduced / divisor) or, where nothing was set aside, ``views[k]`` (k: position in the bucket), which is filled unless
-        it already is that part of ``reduced``.  used[row] == 0: ``.grad`` becomes what it was before begin().  Parameters must be
+        it already is that part of ``reduced``.  Views are of one tensor, so that they share its version counter; a tuple is not
+        copied.  used[row] == 0: ``.grad`` becomes what it was before begin().  Parameters must be
         masters.  What is handed over is `synced` from now on."""
     def accumulate(self, bucket: int, views: Sequence[Tensor] | None) -> list[int]:
         """Without a reduction: stash += grad, or views[k] = grad where nothing was set aside; ``.grad`` becomes that.  Rows

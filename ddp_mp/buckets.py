@@ -7,12 +7,13 @@ is the same on every rank from the first step on: nothing is rebuilt, and no ste
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from . import _C
 from .loose import LooseGradients
+from .options import FLOATING
 from .parameters import Managed, dense
 
 
@@ -44,7 +45,10 @@ class Bucket(Protocol):
         """What a rank without gradients contributes."""
 
     def check_stashes(self) -> None:
-        """After gradients were set aside: sees to those that the user set or wrote since the last backward."""
+        """After gradients were set aside: sees to those that the user set since the last backward."""
+
+    def check_reduced(self, reduced: torch.Tensor) -> None:
+        """Raises where ``reduced`` cannot be handed over; nothing is changed."""
 
     def forget(self) -> None:
         """Gives up memory that would be used again: something may still write there."""
@@ -66,7 +70,6 @@ class PackedBucket:
         self.gradients: _C.Gradients  # set by the reducer, with this bucket's number there
         self.local = 0
         self._full: _Full | None = None
-        self._versions: dict[int, int] = {}  # of the gradients that have a base
 
     def contribution(self, dtype: torch.dtype | None, divisor: float) -> torch.Tensor:
         dtype = dtype or self.master_dtype
@@ -82,13 +85,15 @@ class PackedBucket:
     def settle(self, reduced: torch.Tensor, divisor: float, used: bytes | None) -> None:
         # reduced where the gradients will stay: contribution() made sure a moment ago that nobody else holds that memory
         in_place = self._full is not None and reduced is self._full.flat
+        if divisor != 1 and reduced.dtype is not self.master_dtype and self.gradients.stashed(self.local):
+            reduced, divisor = reduced.to(self.master_dtype).div_(divisor), 1  # to be added: rounded once, in the wide type
         views = self._full.views if self._full is not None and in_place else self._views()
         slow = self.gradients.hand_over(self.local, reduced, views, divisor, used)
         if slow:
             parts = self.split(reduced)
             for row in slow:
                 part = parts[self.gradients.position(row)]
-                self._settle_slowly(row, part if divisor == 1 else part / divisor, synced=True)
+                self._settle_slowly(row, part if divisor == 1 else part.to(self.master_dtype) / divisor, synced=True)
 
     def keep_local(self) -> None:
         # other ranks may not add to this gradient: what all have is remembered, so that the rest can be told apart
@@ -98,9 +103,6 @@ class PackedBucket:
             grad = self.params[self.gradients.position(row)].grad
             assert grad is not None
             self._settle_slowly(row, grad, synced=False)
-        based = self.gradients.with_base(self.local)
-        if based:
-            self._versions = {row: _grad_version(self.params[self.gradients.position(row)]) for row in based}
 
     def zeros(self, dtype: torch.dtype | None) -> torch.Tensor:
         return torch.zeros(self.numel, dtype=dtype or self.master_dtype, device=self.device)
@@ -116,14 +118,17 @@ class PackedBucket:
     def check_stashes(self) -> None:
         for row in self.gradients.of_other_type(self.local):  # set while the parameter was a copy
             self.gradients.set_stash(row, self._stash(row).to(self.master_dtype))
-        for row in self.gradients.with_base(self.local):
-            if self._stash(row)._version != self._versions[row]:  # zeroed or scaled: the base is not a part of it any more
-                self.gradients.set_base(row, None)
+
+    def check_reduced(self, reduced: torch.Tensor) -> None:
+        expected = f"{self.numel} elements of a floating-point type on {self.device}"
+        if reduced.numel() != self.numel or reduced.dtype not in FLOATING or reduced.device != self.device or reduced.is_sparse:
+            found = f"{reduced.numel()} of {reduced.dtype} on {reduced.device}"
+            raise ValueError(f"communication hook: bucket {self.index}: expected {expected}, found {found}")
 
     def forget(self) -> None:
         self._full = None
 
-    def _views(self) -> list[torch.Tensor] | None:
+    def _views(self) -> tuple[torch.Tensor, ...] | None:
         """Where gradients that were not set aside go; None when every one was."""
         if self.gradients.stashed(self.local) == len(self.params):
             return None
@@ -156,11 +161,11 @@ class PackedBucket:
         if grad is None:
             grad = value.to(self.master_dtype, copy=True)
         elif synced and base is not None:
-            torch.add(base, value, out=grad)
+            torch.add(base, value, out=grad.data)  # .data: version counters say what others wrote, and may be shared
         elif synced and self.gradients.is_local(row):
-            grad.copy_(value)
+            grad.data.copy_(value)
         else:
-            grad.add_(value)
+            grad.data.add_(value)
         self.gradients.settle(row, grad, synced)
 
     def _stash(self, row: int) -> torch.Tensor:
@@ -176,16 +181,12 @@ class PackedBucket:
         return stash if base is None else stash - base
 
 
-def _grad_version(param: torch.Tensor) -> int:
-    return -1 if param.grad is None else param.grad._version
-
-
 class _Full:
     """One flat buffer of the masters' type, and a view of it a parameter: what ``.grad`` becomes."""
 
     def __init__(self, bucket: PackedBucket) -> None:
         self.flat = torch.empty(bucket.numel, dtype=bucket.master_dtype, device=bucket.device)
-        self.views = bucket.split(self.flat)
+        self.views = tuple(bucket.split(self.flat))
         self._storage = self.flat.untyped_storage()
         self._address = self._storage._cdata  # looked up once: 1 to 2 us in training
         self._owners = torch._C._storage_Use_Count(self._address)
@@ -194,7 +195,21 @@ class _Full:
         """Whether a gradient of an earlier step, or a view of one, is still held by somebody."""
         if torch._C._storage_Use_Count(self._address) != self._owners:
             return True
-        return not _C.unshared(self.views)
+        return not _C.unshared(self.views) or (_HELD_UNSEEN and any(map(_held_by_more_than_python, self.views)))
+
+
+def _held_by_more_than_python(tensor: Any) -> bool:
+    return bool(tensor._use_count() > 1)
+
+
+def _holds_unseen() -> bool:
+    """Whether this version of PyTorch holds a tensor, as ``.grad`` or in a graph, without a reference to its Python object."""
+    holder, held = torch.nn.Parameter(torch.zeros(1)), torch.zeros(1)
+    holder.grad = held
+    return _C.unshared((held,), references=2)
+
+
+_HELD_UNSEEN = _holds_unseen()
 
 
 def _packable(entry: Managed) -> bool:

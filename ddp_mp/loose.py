@@ -37,7 +37,8 @@ class LooseGradients:
         self._stash: torch.Tensor | None = None
         self._left: torch.Tensor | None = None  # what we left in ``.grad``
         self._base: torch.Tensor | None = None  # the part of it that all ranks have; None: they have nothing in common
-        self._version = 0  # of what we left, where it is more than its base
+        self._version = 0  # of what we left
+        self._before: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, int] | None = None  # for abort()
 
     # --- the face of _C.Gradients ------------------------------------------------------------------------------------
 
@@ -63,11 +64,13 @@ class LooseGradients:
         self.fires = 0 if fired_row != 0 else 1
         param = self.params[0]
         if fired_row == 0 or param.grad is None:
+            self._before = (None, None, None, 0)
             self._left = self._base = None
             return 0
+        self._before = (param.grad, self._left, self._base, self._version)
         self._stash, param.grad = param.grad, None
-        if self._stash is not self._left or (self._stash is not self._base and self._stash._version != self._version):
-            self._base = None  # set, zeroed or scaled by the user
+        if self._stash is not self._left or self._stash._version != self._version:
+            self._base = None  # set or written by the user, and so maybe not equal on all ranks
         return 1
 
     def unfired(self, bucket: int = 0) -> list[int]:
@@ -81,6 +84,7 @@ class LooseGradients:
 
     def end(self) -> None:
         self.active = self._early = False
+        self._before = None
 
     def reset(self) -> None:
         self._fired = self._empty = self._launched = self.refired = False
@@ -100,9 +104,9 @@ class LooseGradients:
         return fire
 
     def abort(self) -> None:
-        param = self.params[0]
-        if self._stash is not None or self.active:
-            param.grad, self._stash = self._stash, None
+        if self._before is not None:
+            self.params[0].grad, self._left, self._base, self._version = self._before
+            self._stash = None
         self.end()
         self.reset()
 
@@ -140,9 +144,12 @@ class LooseGradients:
         if used is not None and not used[0]:
             param.grad = stash
             return
-        value = (reduced / divisor if divisor != 1 else reduced).to(param.dtype)
+        value = reduced.to(param.dtype)  # first: it is rounded once
+        if divisor != 1:
+            value = value / divisor
         param.grad = value if stash is None or self._base is None else self._base + value
         self._left = self._base = param.grad
+        self._version = param.grad._version
 
     def keep_local(self) -> None:
         param = self.params[0]
@@ -169,6 +176,14 @@ class LooseGradients:
     def check_stashes(self) -> None:
         if self._stash is not None:
             self._stash = self._stash.to(self._dtype)
+
+    def check_reduced(self, reduced: torch.Tensor) -> None:
+        param = self.params[0]
+        if reduced.numel() != param.numel() or reduced.device != param.device or reduced.dtype.is_complex != param.is_complex():
+            raise ValueError(
+                f"communication hook: bucket {self.index}, parameter {self.name!r}: expected {param.numel()} elements on "
+                f"{param.device}, found {reduced.numel()} of {reduced.dtype} on {reduced.device}"
+            )
 
     def forget(self) -> None:
         return

@@ -322,6 +322,9 @@ class Reducer:
         done = set()
         first = self._next - len(self._pending)
         results = [(self.comm.wait(pending), after) for pending, after in self._pending]
+        if self.comm.hook is not None:  # before the first gradient changes
+            for offset, (reduced, _) in enumerate(results):
+                self.buckets[first + offset].check_reduced(reduced)
         for offset, (reduced, after) in enumerate(results):
             bucket = self.buckets[first + offset]
             bucket.settle(reduced, after, None if used is None else used[id(self._source_of(bucket))])
