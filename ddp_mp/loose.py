@@ -126,7 +126,7 @@ class LooseGradients:
             return self.zeros(dtype)
         if divisor != 1:
             total = total / divisor
-        return total.coalesce().to(wire) if total.is_sparse else total.to(wire, copy=True).contiguous()
+        return total.coalesce().to(wire) if total.is_sparse else total.to(wire, copy=True).contiguous().view(-1)
 
     def _has_own_part(self) -> bool:
         """Whether more is set aside than all ranks have."""
@@ -144,7 +144,7 @@ class LooseGradients:
         if used is not None and not used[0]:
             param.grad = stash
             return
-        value = reduced.to(param.dtype)  # first: it is rounded once
+        value = self.split(reduced)[0].to(param.dtype)  # before the division: it is rounded once
         if divisor != 1:
             value = value / divisor
         param.grad = value if stash is None or self._base is None else self._base + value
@@ -165,8 +165,9 @@ class LooseGradients:
 
     def zeros(self, dtype: torch.dtype | None) -> torch.Tensor:
         param = self.params[0]
-        layout = torch.sparse_coo if self.sparse else torch.strided
-        return torch.zeros(param.shape, dtype=self._wire(dtype), device=param.device, layout=layout)
+        if self.sparse:
+            return torch.zeros(param.shape, dtype=self._wire(dtype), device=param.device, layout=torch.sparse_coo)
+        return torch.zeros(param.numel(), dtype=self._wire(dtype), device=param.device)
 
     def _wire(self, dtype: torch.dtype | None) -> torch.dtype:
         """The type that is reduced: complex gradients keep theirs."""
@@ -189,4 +190,4 @@ class LooseGradients:
         return
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        return [flat]
+        return [flat if flat.is_sparse else flat.view(self.params[0].shape)]

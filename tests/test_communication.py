@@ -219,6 +219,18 @@ def test_hook_gets_gradients_with_the_shapes_of_parameters(rank: Rank) -> None:
         require_same(name, param.grad, trial.oracle.grads[0][name] * 2)
 
 
+@on_ranks(2)
+def test_hook_gets_a_flat_buffer_of_a_parameter_that_is_not_packed(rank: Rank) -> None:
+    model = mlp()
+    model[0].weight = nn.Parameter(torch.randn(8, 16)[:, ::2])
+    trial = Trial(rank, model)
+    seen: list[Any] = []
+    trial.ddp.register_comm_hook(None, identity_of(default_hooks.allreduce_hook, seen))
+    trial.tolerance = 2**-20
+    trial.train(vectors(), steps=3, accumulate=2)
+    assert {entry[2] for entry in seen} == {1}
+
+
 # --- when buckets are reduced --------------------------------------------------------------------------------------------
 
 
