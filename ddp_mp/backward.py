@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -25,10 +26,15 @@ from .weak import weakly
 class _Running:
     """The backward under way."""
 
-    __slots__ = ("passes", "sync", "task")
+    __slots__ = ("passes", "sync", "task", "thread")
 
     def __init__(self, task: int, passes: list[Pass], sync: bool) -> None:
         self.task, self.passes, self.sync = task, passes, sync
+        self.thread = get_ident()
+
+    def known_to(self, thread: int) -> bool:
+        """Whether it runs in this thread, or was most likely started by it: autograd may have threads of its own."""
+        return thread == self.thread or any(thread == reached.thread for reached in self.passes)
 
 
 class Backward:
@@ -95,9 +101,11 @@ class Backward:
     def drop_dead(self) -> None:
         """Cleans up after a backward that ended with an error outside our hooks, should its end not have been reported.
 
-        Called where no backward can be under way: at a forward, and before the masters are used.
+        Called at a forward and before the masters are used: in a thread that started a backward it must be over by then.
+        What another thread has under way goes on.
         """
-        if self._running is not None and torch._C._current_graph_task_id() == -1:
+        running = self._running
+        if running is not None and torch._C._current_graph_task_id() == -1 and running.known_to(get_ident()):
             self._fail()
 
     # --- backwards ---------------------------------------------------------------------------------------------------

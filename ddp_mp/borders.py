@@ -7,8 +7,8 @@ of the model sees low precision everywhere.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -26,13 +26,20 @@ Entry = type[nn.Module] | str
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
-@dataclass
 class _Member:
-    """One module on one side of the borders; ``border``: the outermost full-precision module that it is part of, or is."""
+    """One module on one side of the borders, held weakly; ``border``: the outermost full-precision module that it is part of,
+    or is."""
 
-    name: str
-    module: nn.Module
-    border: str | None
+    __slots__ = ("_module", "border", "name")
+
+    def __init__(self, name: str, module: nn.Module, border: str | None) -> None:
+        self.name, self._module, self.border = name, weakref.ref(module), border
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        assert module is not None, "asked of a module that is gone"
+        return module
 
     @property
     def outermost(self) -> bool:

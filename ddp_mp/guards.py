@@ -19,12 +19,14 @@ from .parameters import Managed
 
 
 class Guards:
-    """Hooks on one wrapped module that call ``expose`` before its parameters are read or written.
+    """Hooks on one wrapped module that put masters in place before its parameters are read, copied or written.
 
     Args:
         module: the wrapped module; every submodule that holds a managed parameter is guarded too.
-        expose: puts masters in place.
+        expose: puts masters in place, unless a backward is under way.
+        copied: puts masters in place for a copy of the module, or raises.
         written: the masters are about to be written.
+        master_of: the master behind a parameter that is its copy now.
         hooked: other modules that carry hooks of ours.
         hook_ids: keys of our hooks in the modules' hook dictionaries, which a copy must not carry along.
     """
@@ -34,19 +36,26 @@ class Guards:
         module: nn.Module,
         rows: list[Managed],
         expose: Callable[[], None],
+        copied: Callable[[], None],
         written: Callable[[], None],
+        master_of: Callable[[torch.Tensor], torch.Tensor | None],
         hooked: Iterable[nn.Module],
         hook_ids: Callable[[], set[int]],
     ) -> None:
         homes = {id(home) for row in rows for home, _ in row.sites}
         ids = {id(m) for m in hooked}
-        self.modules = [m for m in module.modules() if m is module or id(m._parameters) in homes or id(m) in ids]
+        # weakly: a graph keeps the patched model, a module may keep an output, and nobody would see that cycle
+        self._modules: list[weakref.ref[nn.Module]] = []
         self._handles: list[Any] = []
-        for guarded in self.modules:
-            if guarded is module or id(guarded._parameters) in homes:
+        for guarded in module.modules():
+            holds = guarded is module or id(guarded._parameters) in homes
+            if holds:
                 self._handles.append(guarded.register_state_dict_pre_hook(_Before(expose)))
+                self._handles.append(guarded.register_state_dict_post_hook(_Masters(master_of)))
                 self._handles.append(guarded.register_load_state_dict_pre_hook(_Before(written)))
-            guarded.__dict__["__getstate__"] = _State(guarded, expose, self._ids(hook_ids))
+            if holds or id(guarded) in ids:
+                guarded.__dict__["__getstate__"] = _State(guarded, copied, self._ids(hook_ids))
+                self._modules.append(weakref.ref(guarded))
 
     def _ids(self, hook_ids: Callable[[], set[int]]) -> Callable[[], set[int]]:
         guards = weakref.ref(self)
@@ -62,8 +71,10 @@ class Guards:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        for guarded in self.modules:
-            guarded.__dict__.pop("__getstate__", None)
+        for reference in self._modules:
+            guarded = reference()
+            if guarded is not None:
+                guarded.__dict__.pop("__getstate__", None)
 
 
 class _Before:
@@ -76,6 +87,22 @@ class _Before:
         self._expose()
 
 
+class _Masters:
+    """A state dict taken while a backward is under way, as by a thread that saves, gets masters all the same."""
+
+    def __init__(self, master_of: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        self._master_of = master_of
+
+    def __call__(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
+        for key, param in module._parameters.items():
+            found = state_dict.get(prefix + key)
+            if param is None or found is param or not isinstance(found, torch.Tensor):
+                continue
+            master = self._master_of(param)
+            if master is not None and found.dtype is not master.dtype:
+                state_dict[prefix + key] = master
+
+
 # Hook dictionaries of nn.Module, each keyed by the id of the hook's handle.
 _HOOK_DICTS = (
     "_forward_pre_hooks",
@@ -84,6 +111,7 @@ _HOOK_DICTS = (
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
     "_state_dict_pre_hooks",
+    "_state_dict_hooks",
     "_load_state_dict_pre_hooks",
 )
 

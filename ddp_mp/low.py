@@ -216,6 +216,11 @@ class LowPrecision:
         taken = {id(r) for r in readable}
         left = [r for r in cast if id(r) not in taken]
         self.fallback = _Fallback(left, dtype) if left and dtype is not None else None
+        #: by the id of a parameter: what holds its master, and where
+        self._places: dict[int, tuple[_Group | _Fallback, int]] = {}
+        parts: list[_Group | _Fallback] = [*self.groups]
+        for part in parts if self.fallback is None else [*parts, self.fallback]:
+            self._places |= {id(row.param): (part, index) for index, row in enumerate(part.rows)}
         self._switched = [g.engine for g in self.groups] + ([self.fallback] if self.fallback is not None else [])
         self.region = Region()
         self.copies: Copies | None = None
@@ -235,6 +240,11 @@ class LowPrecision:
             if group.engine.is_low:
                 return True
         return self.fallback is not None and self.fallback.masters is not None
+
+    def master_of(self, param: torch.Tensor) -> torch.Tensor | None:
+        """The master behind a parameter that is its copy now, as of the last cast; None where no copy is made of it."""
+        part, index = self._places.get(id(param), (None, 0))
+        return None if part is None or part.masters is None else part.masters[index]
 
     @property
     def nbytes(self) -> int:
@@ -259,6 +269,8 @@ class LowPrecision:
                 self.reused += 1
             else:
                 self._begin(None if live else self.copies)
+                for group in self.groups if self._keep else ():
+                    group.engine.remember()  # now: a write until the next forward must show, to a master or to its copy
         except BaseException:
             self.switch_back()
             raise
@@ -322,10 +334,7 @@ class LowPrecision:
         them and the allocator may reuse the memory in stream order.
         """
         self.switch_back()
-        if self._keep and self._current:
-            for group in self.groups:
-                group.engine.remember()
-        elif not live:
+        if not (live or (self._keep and self._current)):
             self.release()
 
     def switch_back(self) -> None:

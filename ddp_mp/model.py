@@ -40,7 +40,8 @@ class PatchedModel:
     def __init__(self, ddp: DistributedDataParallel, precision: _MixedPrecision, options: Options) -> None:
         self.precision, self.options = precision, options
         self._ddp = weakref.ref(ddp)
-        self._module: nn.Module = ddp.module
+        # weakly: a graph keeps this object, and a module may keep an output: a cycle that nobody would see
+        self._module: weakref.ref[nn.Module] = weakref.ref(ddp.module)
         self.comm = Communicator(ddp.process_group)
         self.comm.hook = native.user_hook(ddp)
         self.built_with: _MixedPrecision | None = None  # what the wrapper's constructor was given
@@ -57,7 +58,7 @@ class PatchedModel:
         self.backward.keeper = weakref.ref(self)
         self.low.on_moved = weakly(self._moved, None)
         self.forward = Forward(
-            self._module, self.low, self.backward, self._new_waits(), weakly(self._prepare, False), options.output_dtype
+            ddp.module, self.low, self.backward, self._new_waits(), weakly(self._prepare, False), options.output_dtype
         )
         self.borders.attach()
         self.guards = self._new_guards()
@@ -72,7 +73,9 @@ class PatchedModel:
     @property
     def root(self) -> nn.Module:
         """The wrapped module."""
-        return self._module
+        module = self._module()
+        assert module is not None, "asked of a model whose module is gone"
+        return module
 
     @property
     def needs_exposing(self) -> bool:
@@ -81,8 +84,9 @@ class PatchedModel:
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward is under way in this thread."""
-        return self.backward.running and torch._C._current_graph_task_id() != -1
+        """Whether a backward is under way, in whatever thread."""
+        self.backward.drop_dead()
+        return self.backward.running
 
     @property
     def watches_steps(self) -> bool:
@@ -109,15 +113,30 @@ class PatchedModel:
         """The masters were written; copies that were kept, or are in place, are not theirs any more."""
         self.low.changed()
 
+    def copied(self) -> None:
+        """The parameters are about to be copied: masters are put in place for it."""
+        self._require_between("copied")
+
     def written(self) -> None:
         """The masters are about to be written: they are put in place for it."""
-        self.expose()
+        self._require_between("loaded")
         self.masters_changed()
         self.dirty = True
 
     def expose(self) -> None:
         """Masters in place, unless a backward is under way."""
         self.backward.expose()
+
+    def _require_between(self, what: str) -> None:
+        self.expose()
+        if self.in_backward and self.low.is_low:
+            raise RuntimeError(
+                f"ddp_mp: a patched model was {what} while a backward of it is under way, in this or another thread: its "
+                "parameters are low-precision copies then; do it between steps (state_dict() gives masters at any time)"
+            )
+
+    def _master_of(self, param: torch.Tensor) -> torch.Tensor | None:
+        return self.low.master_of(param)
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
@@ -144,10 +163,10 @@ class PatchedModel:
             self.detach()
 
     def _new_borders(self) -> Borders:
-        return Borders(self._module, self.options, self.precision.param_dtype, self.region)
+        return Borders(self.root, self.options, self.precision.param_dtype, self.region)
 
     def _find_rows(self, ddp: DistributedDataParallel, borders: Borders) -> list[Managed]:
-        rows = borders.mark(managed_parameters(self._module, ddp.parameters_to_ignore))
+        rows = borders.mark(managed_parameters(self.root, ddp.parameters_to_ignore))
         for row in rows:
             row.own_reduction = row.full and self.precision.reduce_dtype is None
         return rows
@@ -160,14 +179,16 @@ class PatchedModel:
         return low
 
     def _new_waits(self) -> Waits:
-        return Waits(self._module, self.low, by_module=self.options.wait == "module")
+        return Waits(self.root, self.low, by_module=self.options.wait == "module")
 
     def _new_guards(self) -> Guards:
         return Guards(
-            self._module,
+            self.root,
             self.rows,
             weakly(self.expose, None),
+            weakly(self.copied, None),
             weakly(self.written, None),
+            weakly(self._master_of, None),
             [*self.borders.modules, *self.forward.waits.modules],
             weakly(self._hook_ids, set()),
         )

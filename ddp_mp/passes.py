@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -22,15 +23,17 @@ class Pass:
         done: whether a backward has gone through it.
         kept: whether that backward kept the graph (``retain_graph``), so that another may come.
         abandoned: the model is not patched any more: a backward would leave low-precision gradients.
+        thread: the thread that ran it.
     """
 
-    __slots__ = ("_anchor", "abandoned", "copies", "done", "epoch", "kept", "sync")
+    __slots__ = ("_anchor", "abandoned", "copies", "done", "epoch", "kept", "sync", "thread")
 
     def __init__(self, copies: Copies | None, epoch: int) -> None:
         self.copies, self.epoch = copies, epoch
         self.sync = False
         self.done = self.kept = False
         self.abandoned = False
+        self.thread = get_ident()
         self._anchor: weakref.ref[OutputHook] | None = None
 
     @property

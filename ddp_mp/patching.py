@@ -168,7 +168,7 @@ def _getstate(model: PatchedModel) -> Any:
             "low-precision copies without reducing them right; use copy.deepcopy, or ddp_mp.unpatch(ddp) first"
         )
     ddp: Any = model.wrapper()
-    model.expose()
+    model.copied()
     state = type(ddp).__getstate__(ddp)
     for name in ["_ddp_mp", "_ddp_mp_built_with", *model.overrides.names]:
         state.pop(name, None)

@@ -34,7 +34,8 @@ class RootModel:
         self.rebuilds = 0
         self._hooked: list[tuple[nn.Module, int, Any]] = []
         self._plan(ddp)
-        self.guards = Guards(ddp.module, self.rows, weakly(self.expose, None), weakly(self.expose, None), (), set)
+        expose = weakly(self.expose, None)
+        self.guards = Guards(ddp.module, self.rows, expose, expose, expose, _master_of, (), set)
         optimizer_guard.add(self)
 
     # --- put in place ------------------------------------------------------------------------------------------------
@@ -142,6 +143,11 @@ class RootModel:
         for module, (g, b) in self._module_events:
             table[module].append(events[g][b])
         ddp._submodule_to_event = table
+
+
+def _master_of(param: torch.Tensor) -> torch.Tensor | None:
+    master: torch.Tensor | None = param.__dict__.get("_fp_param")
+    return master
 
 
 class _RootGroup:

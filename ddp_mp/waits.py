@@ -7,6 +7,7 @@ hold its parameters are called, so that casts overlap the first layers.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ class Waits:
     """
 
     def __init__(self, module: nn.Module, low: LowPrecision, by_module: bool) -> None:
-        self._module, self._low = module, low
+        self._module, self._low = weakref.ref(module), low
         self._handles: list[Any] = []
         self._called: set[int] | None = None
         self._covered: list[tuple[Any, int, Callable[..., None]]] = []  # (a module's hooks, our key there, our hook)
@@ -47,7 +48,8 @@ class Waits:
     @property
     def modules(self) -> list[nn.Module]:
         """Modules that may carry hooks of ours, beside those that hold a parameter."""
-        return [] if self._called is None else list(self._module.modules())
+        module = self._module()
+        return [] if self._called is None or module is None else list(module.modules())
 
     @property
     def hook_ids(self) -> set[int]:
@@ -75,16 +77,17 @@ class Waits:
             return
         called, self._called = self._called, None
         self.detach()
-        for index, group in enumerate(self._low.groups):
-            self._hook_group(index, group, called)
+        module = self._module()
+        for index, group in enumerate(self._low.groups if module is not None else ()):
+            self._hook_group(index, group, module, called)
 
     def _learn(self, module: nn.Module, args: Any) -> None:
         if self._called is not None:
             self._called.add(id(module._parameters))
 
-    def _hook_group(self, index: int, group: Any, called: set[int]) -> None:
+    def _hook_group(self, index: int, group: Any, module: Any, called: set[int]) -> None:
         bucket_of_home: dict[int, int] = {}
-        called = called - {id(self._module._parameters)}  # the root's own: it would wait for them before they are cast
+        called = called - {id(module._parameters)}  # the root's own: it would wait for them before they are cast
         root = 0
         for row, (bucket, _) in zip(group.rows, group.engine.rows, strict=True):
             homes = [id(home) for home, _ in row.sites]
@@ -93,7 +96,7 @@ class Waits:
             for home in homes:
                 bucket_of_home[home] = max(bucket, bucket_of_home.get(home, 0))
         self._waits[index] = group.engine.wait, root
-        for inner in self._module.modules():  # never the root: its bucket is waited for there already
+        for inner in module.modules():  # never the root: its bucket is waited for there already
             bucket = bucket_of_home.get(id(inner._parameters), 0)
             if bucket > root:
                 hook = group.engine.wait_hook(bucket)

@@ -449,6 +449,33 @@ def test_options_copies_of_before_a_write_are_gone_after_a_late_backward(rank: R
         assert ddp(column(1)).item() == 0.25
 
 
+@on_ranks(1)
+@pytest.mark.parametrize("name", ["prefetch", "reuse_unchanged", None])
+@pytest.mark.parametrize("kept", [True, False])
+def test_options_a_write_between_two_forwards_is_in_all_forwards_or_in_none(rank: Rank, name: str | None, kept: bool) -> None:
+    """It reaches the master or, while the first forward's graph is alive, the copy, which is given up."""
+    model = scalar(1.0)
+    options = ddp_mp.Options(**({name: True} if name else {}))
+    ddp = ddp_mp.patch(DistributedDataParallel(model), mixed_precision=MIXED, options=options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    ddp(column(1)).sum().backward()
+    optimizer.step()
+    output = ddp(column(1))
+    if not kept:
+        del output
+        gc.collect()
+    with torch.no_grad():
+        model.weight.clamp_(max=0.5)
+    output = None
+    gc.collect()
+    master = ddp.state_dict()["module.weight"].item()
+    assert master == (1.0 if kept else 0.5)
+    for _ in range(3):
+        output = ddp(column(1))
+        assert output.item() == master
+        output.sum().backward()
+
+
 @on_ranks(2)
 def test_options_prefetch_with_an_optimizer_of_some_parameters_trains_as_without(rank: Rank) -> None:
     trial = Trial(rank, mlp(), options={"prefetch": True})
@@ -737,6 +764,25 @@ def test_dropping_the_wrapper_frees_everything_and_leaves_an_ordinary_module(ran
     for got, want in zip(module.parameters(), oracle.module.parameters(), strict=True):
         require_same("master", got, want)
     require_ordinary(module)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("backward", ["none", "once", "kept"])
+@pytest.mark.parametrize("full", [(), (nn.Tanh, "2")], ids=["low", "full"])
+def test_module_that_keeps_its_output_goes_with_its_wrapper(rank: Rank, backward: str, full: tuple[Any, ...]) -> None:
+    """The output's graph keeps what its backward needs of us: were the module part of that, nothing would ever free it."""
+    model = mlp(8, 3)
+    model.register_forward_hook(lambda module, _, output: module.__dict__.__setitem__("output", output))
+    options = ddp_mp.Options(full_precision_modules=full, wait="module", first_bucket_mb=2**-12, bucket_mb=2**-12)
+    ddp = ddp_mp.patch(DistributedDataParallel(model), mixed_precision=MIXED, options=options)
+    for _ in range(2):
+        loss = ddp(torch.randn(4, 8)).float().square().mean()
+        if backward != "none":
+            loss.backward(retain_graph=backward == "kept")
+    gone = weakref.ref(model)
+    del model, ddp, loss
+    gc.collect()
+    assert gone() is None
 
 
 # --- install -------------------------------------------------------------------------------------------------------------
