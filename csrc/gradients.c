@@ -122,9 +122,11 @@ raise_twice(const Gradients *self, size_t row)
     PyErr_Format(PyExc_RuntimeError,
                  "Expected to mark a variable ready only once. Parameter '%U' received a gradient after the bucket it "
                  "is in had been reduced, so that this gradient would be missing on the other ranks. Likely causes: "
-                 "the parameter is used in several reentrant checkpoints, or backward ran several times over one "
-                 "forward. Use checkpointing with use_reentrant=False, or static_graph=True if the graph is the same "
-                 "in every iteration.",
+                 "the parameter is used in several reentrant checkpoints; backward ran several times over one forward; or "
+                 "a part of the loss was computed from the parameters before the forward, or inside "
+                 "ddp_mp.full_precision(). Use checkpointing with use_reentrant=False; compute such a part after the "
+                 "forward, or call backward on it by itself; or static_graph=True if the graph is the same in every "
+                 "iteration.",
                  mp_gradients_name(self, row));
     if (self->on_error == Py_None) {
         return;

@@ -184,8 +184,9 @@ class Backward:
             if touched:
                 for reached in running.passes:
                     reached.finish()
-            with span("ddp_mp::restore"):
-                self.low.leave(live=self.live())
+            if touched or not self._goes_on(running):
+                with span("ddp_mp::restore"):
+                    self.low.leave(live=self.live())
             with span("ddp_mp::finish"):
                 self._reduce(running, touched)
             if touched and running.passes:
@@ -196,6 +197,16 @@ class Backward:
             self._fail()
             raise
         self._running = None
+
+    def _goes_on(self, running: _Running) -> bool:
+        """Whether ``torch.autograd.grad`` kept a graph of the present copies.
+
+        The next one, or what was computed from its result and the parameters, refers to what autograd has of the copies,
+        which a switch to masters would end.  Gradients of before can only be given back to masters.
+        """
+        return not self.reducer.set_aside and any(
+            reached.kept and reached.copies is self.low.copies and reached.pending for reached in running.passes
+        )
 
     def _warn_when_uncast(self) -> None:
         if self.low.casts == 0 and self.low.dtype is not None and not self._warned:
@@ -241,6 +252,7 @@ class Backward:
                 self.low.leave(live=self.live())
             finally:
                 self._switching = False
+            self.low.widen_gradients()
 
     def _graph_died(self, _anchor: object) -> None:
         """A forward was discarded: when no other is waiting for its backward, nothing needs the copies any more.

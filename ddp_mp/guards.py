@@ -54,7 +54,7 @@ class Guards:
                 self._handles.append(guarded.register_state_dict_post_hook(_Masters(master_of)))
                 self._handles.append(guarded.register_load_state_dict_pre_hook(_Before(written)))
             if holds or id(guarded) in ids:
-                guarded.__dict__["__getstate__"] = _State(guarded, copied, self._ids(hook_ids))
+                _State.of(guarded).users[id(self)] = (copied, self._ids(hook_ids))
                 self._modules.append(weakref.ref(guarded))
 
     def _ids(self, hook_ids: Callable[[], set[int]]) -> Callable[[], set[int]]:
@@ -74,7 +74,7 @@ class Guards:
         for reference in self._modules:
             guarded = reference()
             if guarded is not None:
-                guarded.__dict__.pop("__getstate__", None)
+                _State.of(guarded).forget(id(self), guarded)
 
 
 class _Before:
@@ -121,16 +121,35 @@ class _State:
 
     Masters are put in place, and our hooks are left out.
     The copy is an ordinary module: nothing of ours comes along.
+
+    Attributes:
+        users: the patched models that the module is a part of, which may be several: of each, what puts its masters in place
+            and what tells its hooks.
     """
 
-    def __init__(self, module: nn.Module, expose: Callable[[], None], ids: Callable[[], set[int]]) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        self._expose, self._ids = expose, ids
+        self.users: dict[int, tuple[Callable[[], None], Callable[[], set[int]]]] = {}
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _State:
+        """The module's, made where there is none."""
+        found = module.__dict__.get("__getstate__")
+        if not isinstance(found, cls):
+            found = module.__dict__["__getstate__"] = cls(module)
+        return found
+
+    def forget(self, user: int, module: nn.Module) -> None:
+        """A model is patched no more."""
+        self.users.pop(user, None)
+        if not self.users:
+            module.__dict__.pop("__getstate__", None)
 
     def __call__(self) -> Any:
         module = self._module()
         assert module is not None
-        self._expose()
+        for copied, _ in self.users.values():
+            copied()
         own: Any = getattr(type(module), "__getstate__", None)
         custom = own is not None and own is not getattr(object, "__getstate__", None)
         state = own(module) if custom else module.__dict__
@@ -138,7 +157,7 @@ class _State:
             return state
         state = copy.copy(state)
         state.pop("__getstate__", None)
-        ids = self._ids()
+        ids = set().union(*(own() for _, own in self.users.values()))
         for name in _HOOK_DICTS:
             hooks = state.get(name)
             if hooks and any(key in hooks for key in ids):

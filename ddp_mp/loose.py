@@ -120,7 +120,8 @@ class LooseGradients:
         wide = torch.promote_types(wire, self._dtype)  # of what is added up: it is rounded once, at the end
         total = self._own_part()
         if grad is not None:
-            grad = (grad.coalesce() if grad.is_sparse else grad).to(wide)
+            grad = grad.to(wide)  # before equal indices are summed
+            grad = grad.coalesce() if grad.is_sparse else grad
             total = grad if total is None else total + grad
         if total is None:
             return self.zeros(dtype)

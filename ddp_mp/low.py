@@ -349,6 +349,13 @@ class LowPrecision:
         if first is not None:
             raise first
 
+    def widen_gradients(self) -> None:
+        """Gradients that were set by hand while the parameters were copies get the masters' type."""
+        for row in self.rows:
+            grad = row.param.grad
+            if grad is not None and grad.dtype is not row.param.dtype:
+                row.param.grad = grad.to(row.param.dtype)
+
     def release(self) -> None:
         """Gives the memory of the present copies back, or leaves it to the graphs that still refer to it."""
         if self.copies is None or not self.copies.allocated:

@@ -51,6 +51,7 @@ class PatchedModel:
         self.region = Region()
         self.borders = self._new_borders()
         self.rows = self._find_rows(ddp, self.borders)
+        self._added: set[int] = set()  # parameters that came later and are not reduced: an error once they would be trained
         self.low = self._new_low()
         self.backward = Backward(self.low, ddp.static_graph)
         self.reducer = self._new_reducer(ddp)
@@ -237,8 +238,10 @@ class PatchedModel:
             what = "parameters" if replaced else "full-precision modules"
             why = "parameters require grad now" if thawed else f"{what} were replaced"
             log_plan(self, f"plan built anew, as {why}, for")
+        elif self._added:
+            self._check_same_model(rows)
         self.reducer.hook_again()
-        self.dirty = False
+        self.dirty = bool(self._added)
         return True
 
     def _moved(self) -> None:
@@ -251,10 +254,11 @@ class PatchedModel:
         return any(isinstance(p, torch.Tensor) and not isinstance(p, nn.Parameter) for p in present)
 
     def _check_same_model(self, rows: list[Managed]) -> None:
-        known = {row.name: row for row in self.rows}
+        known = {row.name: row for row in self.rows if id(row.param) not in self._added}
+        self._added = {id(row.param) for row in rows if row.name not in known and row.param.requires_grad}
         for row in rows:
             old = known.get(row.name)
-            if old is None and row.param.requires_grad:
+            if id(row.param) in self._added and torch.is_grad_enabled():
                 raise RuntimeError(
                     f"parameter {row.name!r} was added after DistributedDataParallel was built, so that its gradient would "
                     "not be reduced; wrap the module again"

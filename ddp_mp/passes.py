@@ -86,6 +86,8 @@ def _put(hook: OutputHook, tensor: Any) -> None:
 class OutputHook:
     """A tensor hook on the outputs of one forward."""
 
+    __torch_unserializable__ = True  # saving an output loses nothing without it: no warning
+
     __slots__ = ("__weakref__", "_on_backward", "_pass", "keep")
 
     def __init__(self, owner: Pass, on_backward: Callable[[Pass], None], keep: object) -> None:

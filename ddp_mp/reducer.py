@@ -17,6 +17,7 @@ import torch
 from . import _C
 from .buckets import Bucket, PackedBucket, build
 from .comm import Communicator, GradBucket
+from .last_hooks import LastHooks
 from .loose import LooseGradients
 from .parameters import Managed
 from .ranges import span
@@ -55,6 +56,7 @@ class Reducer:
         self.static_graph = False  # which ones they are is the same in every round
         self._static_used: dict[int, bytes] | None = None  # empty: all are used
         self._static_flags = b""  # what had gradients on this rank in the first round
+        self.set_aside = False  # there were gradients when the backward began
         self.open = False  # a synchronised round has begun and not every gradient has arrived
         self.bytes_reduced = 0
         self.reductions = 0
@@ -74,14 +76,10 @@ class Reducer:
         self._of_source: list[tuple[Source, list[Bucket]]] = self._watch()
         # of each bucket, looked up once: what is told that it is launched, and its number there
         self._launched = [(self._source_of(bucket).set_launched, getattr(bucket, "local", 0)) for bucket in self.buckets]
-        self._hooked: list[tuple[Any, int]] = []  # parameters, and the identity of the tensor inside
-        self._handles: list[Any] = []
+        self._hooks = LastHooks()
         for source, buckets in self._of_source:
             for bucket, k, hook in _hooks(source, buckets):
-                param: Any = bucket.params[k]
-                self._handles.append(param.register_post_accumulate_grad_hook(hook))
-                _call_hooks(param)
-                self._hooked.append((param, param._cdata))
+                self._hooks.put(bucket.params[k], hook)
 
     # --- construction ------------------------------------------------------------------------------------------------
 
@@ -139,28 +137,23 @@ class Reducer:
         return on_first, on_ready
 
     def hook_again(self) -> None:
-        """Puts hooks back on parameters whose inner tensor was swapped (``torch.utils.swap_tensors``).
-
-        The tensor that went away took what calls the hooks along; the parameter still lists them.
-        """
-        for position, (param, tensor) in enumerate(self._hooked):
-            if param._cdata != tensor:
-                _call_hooks(param)
-                self._hooked[position] = (param, param._cdata)
+        """Puts hooks back on parameters whose inner tensor was swapped (``torch.utils.swap_tensors``)."""
+        self._hooks.put_again()
 
     def detach(self) -> None:
         """Removes the hooks from the parameters."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._hooked = [], []
+        self._hooks.remove()
 
     # --- a backward --------------------------------------------------------------------------------------------------
 
     def begin(self, sync: bool, early: bool) -> None:
         """A backward starts.  ``sync``: it is to be reduced; ``early``: buckets may be reduced before it ends."""
+        self._hooks.order()
+        self.set_aside = False
         for source, buckets in self._of_source:
             row = self._late_row if source is self._late_source else -1
             if source.begin(sync and early, row):
+                self.set_aside = True
                 for bucket in buckets:
                     bucket.check_stashes()
         self._late_source, self._late_row = None, -1
@@ -408,14 +401,6 @@ class Reducer:
 
 # contributes() also says 2, for a gradient that fired empty: no use.
 _FIRED_ONLY = bytes(1 if value == 1 else 0 for value in range(256))
-
-
-def _call_hooks(param: Any) -> None:
-    """Makes autograd call the post-accumulate hooks that the parameter lists; without effect where it does already.
-
-    They are listed by the Python object and called by the tensor inside, which may have been swapped for another.
-    """
-    param._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
 
 
 def _hooks(source: Source, buckets: list[Bucket]) -> list[tuple[Bucket, int, Callable[[torch.Tensor], None]]]:

@@ -16,6 +16,7 @@ OLDEST = (2, 9)
 # Newer versions are told apart by what they have, never by their number.  Most of this is private and may be renamed one day.
 _NEEDED: list[tuple[Any, str]] = [
     (torch.Tensor, "register_post_accumulate_grad_hook"),
+    (torch.Tensor, "_post_accumulate_grad_hooks"),
     (torch, "Stream"),
     (torch, "_disable_dynamo"),
     (distributed, "_MixedPrecision"),

@@ -383,6 +383,14 @@ def test_sparse_embedding_equals_dense_oracle(rank: Rank, kind: str, reduce: tor
     assert model.embed.weight.grad.dtype is F32
 
 
+@on_ranks(1)
+def test_sparse_gradient_sums_equal_indices_in_full_precision(rank: Rank) -> None:
+    model = nn.Embedding(2, 1, sparse=True)
+    ddp = ddp_mp.patch(DistributedDataParallel(model), mixed_precision=ddp_mp.MixedPrecision(BF16, F32))
+    ddp(torch.zeros(257, dtype=torch.long)).float().sum().backward()
+    assert model.weight.grad.to_dense().tolist() == [[257.0], [0.0]]  # bfloat16 ends at 256
+
+
 @on_ranks(2)
 def test_sparse_embedding_with_sparse_adam_trains_the_same_on_all_ranks(rank: Rank) -> None:
     model = nn.Embedding(12, 8, sparse=True)

@@ -175,6 +175,18 @@ def require_ordinary(module: nn.Module) -> None:
         assert not param._backward_hooks, name
 
 
+@on_ranks(1)
+def test_output_saved_with_its_graph_is_saved_without_a_warning(rank: Rank) -> None:
+    ddp = ddp_mp.patch(DistributedDataParallel(mlp()), mixed_precision=MIXED)
+    output = ddp(torch.randn(4, 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        file = io.BytesIO()
+        torch.save({"output": output}, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file)["output"], output)
+
+
 # --- loading -------------------------------------------------------------------------------------------------------------
 
 
@@ -325,6 +337,28 @@ def test_parameter_added_is_refused_by_name_unless_frozen(rank: Rank) -> None:
     assert trial.ddp(torch.randn(4, 8)).dtype is BF16
     del trial.module.extra
     trial.train(vectors())
+
+
+@on_ranks(1)
+def test_parameter_added_can_be_evaluated_and_is_an_error_once_it_would_be_trained(rank: Rank) -> None:
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 4))
+    ddp = ddp_mp.patch(DistributedDataParallel(model), mixed_precision=MIXED)
+    mean_square(ddp, torch.randn(4, 8)).backward()
+    nn.utils.parametrize.remove_parametrizations(model[0], "weight")
+    for _ in range(2):
+        with torch.no_grad():
+            assert ddp(torch.randn(4, 8)).dtype is BF16
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"'0\.weight' was added after"):
+                ddp(torch.randn(4, 8))
+    model[0].weight.requires_grad_(False)
+    mean_square(ddp, torch.randn(4, 8)).backward()
+    assert {name: param.grad is not None for name, param in model.named_parameters()} == {
+        "0.bias": True,
+        "0.weight": False,
+        "1.weight": True,
+        "1.bias": True,
+    }
 
 
 @on_ranks(2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from modules import mlp, scalar, vectors
-from oracle import BF16, F32, FP16, Trial, require_same, square_step
+from oracle import BF16, F32, FP16, Trial, mean_square, require_same, square_step
 from ranks import Rank, on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -162,6 +162,64 @@ def test_average_in_float16_over_three_ranks_is_divided_in_full_precision(rank: 
     assert set(model.weight.grad.flatten().tolist()) == {
         torch.tensor(1001 / 1.5).item()
     }  # the halves' sum, which float16 has exactly
+
+
+# --- hooks of the user ---------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("cap", [25, 0.0001])
+@pytest.mark.parametrize("when", ["before_patch", "after_patch", "between", "both"])
+def test_hook_after_accumulation_sees_the_gradient_and_what_it_does_is_reduced(rank: Rank, cap: float, when: str) -> None:
+    """Whenever it is registered: as PyTorch's reducer does, ours hears of a gradient after all such hooks."""
+    model = mlp()
+    seen: list[bool] = []
+    handles: list[Any] = []
+
+    def register() -> None:
+        def scale(param: torch.Tensor) -> None:
+            seen.append(param.grad is not None)
+            if param.grad is not None:
+                param.grad.mul_(2 + 2 * rank.index)
+
+        handles.extend(param.register_post_accumulate_grad_hook(scale) for param in model.parameters())
+
+    if when in ("before_patch", "both"):
+        register()
+    trial = Trial(rank, model, bucket_cap_mb=cap)
+    ddp = trial.ddp
+    if when in ("after_patch", "both"):
+        register()
+    xs = rank.inputs(vectors())
+    loss = mean_square(ddp, xs[rank.index])
+    if when == "between":
+        register()
+    loss.backward()
+    times = 2 if when == "both" else 1
+    assert seen == [True] * 4 * times
+    found = [trial.oracle.gradients(square_step, x, 0) for x in xs]
+    for name, param in model.named_parameters():
+        due = sum((grads[name] * (2 + 2 * index) ** times for index, grads in enumerate(found)), torch.zeros(())) / 2
+        require_same(name, param.grad, due)
+    for handle in handles:
+        handle.remove()
+    model.zero_grad()
+    trial.train(vectors(), steps=2)
+
+
+@on_ranks(1)
+def test_hooks_after_accumulation_of_the_user_stay_when_ours_go(rank: Rank) -> None:
+    model = scalar()
+    ddp = patched(model)
+    calls: list[int] = []
+    handle = model.weight.register_post_accumulate_grad_hook(lambda _: calls.append(1))
+    ddp_mp.unpatch(ddp)
+    step(ddp, 1)
+    assert calls == [1]
+    handle.remove()
+    step(ddp, 1)
+    assert calls == [1]
+    assert not model.weight._post_accumulate_grad_hooks
 
 
 # --- kept through errors -------------------------------------------------------------------------------------------------

@@ -1,0 +1,124 @@
+"""``torch.autograd.grad`` with respect to parameters: once or several times, of higher order, and what is done with the result.
+
+What is due is what the same program gives on a copy of the module in low precision.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from modules import mlp, vectors
+from oracle import BF16, F32, Trial, mean_square, require_same
+from ranks import Rank, on_ranks
+from torch import nn
+
+Tensors = Sequence[torch.Tensor]
+Program = Callable[[Callable[[torch.Tensor], torch.Tensor], list[nn.Parameter], torch.Tensor], Tensors]
+
+
+def losses(output: torch.Tensor) -> list[torch.Tensor]:
+    """Of three tasks that share everything."""
+    output = output.float()
+    return [output.square().mean(), output[:, :3].sum(), output.abs().mean()]
+
+
+def of_each_task(call: Callable[[torch.Tensor], torch.Tensor], params: list[nn.Parameter], x: torch.Tensor) -> Tensors:
+    tasks = losses(call(x))
+    return [grad for task in tasks for grad in torch.autograd.grad(task, params, retain_graph=True)]
+
+
+def of_each_task_the_last_frees_the_graph(
+    call: Callable[[torch.Tensor], torch.Tensor], params: list[nn.Parameter], x: torch.Tensor
+) -> Tensors:
+    tasks = losses(call(x))
+    return [grad for k, task in enumerate(tasks) for grad in torch.autograd.grad(task, params, retain_graph=k < 2)]
+
+
+def of_second_order(call: Callable[[torch.Tensor], torch.Tensor], params: list[nn.Parameter], x: torch.Tensor) -> Tensors:
+    grads = torch.autograd.grad(losses(call(x))[0], params, create_graph=True)
+    return torch.autograd.grad(sum(grad.sum() for grad in grads), params)
+
+
+def of_a_step(call: Callable[[torch.Tensor], torch.Tensor], params: list[nn.Parameter], x: torch.Tensor) -> Tensors:
+    """A loss at parameters to which one step of gradient descent leads, differentiated through the step."""
+    grads = torch.autograd.grad(losses(call(x))[0], params, create_graph=True)
+    w = [param - 0.1 * grad for param, grad in zip(params, grads, strict=True)]
+    hidden = F.linear(x.to(w[0].dtype), w[0], w[1]).tanh()
+    return torch.autograd.grad(losses(F.linear(hidden, w[2], w[3]).tanh())[0], params)
+
+
+PROGRAMS: list[Program] = [of_each_task, of_each_task_the_last_frees_the_graph, of_second_order, of_a_step]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_gradients_asked_for_are_those_of_the_copies(rank: Rank, program: Program) -> None:
+    trial = Trial(rank, mlp())
+    params = list(trial.module.parameters())
+    for seed in range(3):
+        x = rank.inputs(vectors(), seed)[rank.index]
+        low = copy.deepcopy(trial.oracle.module).to(BF16)
+        due = program(lambda x, low=low: low(x.to(BF16)), list(low.parameters()), x)
+        for got, want in zip(program(trial.ddp, params, x), due, strict=True):
+            require_same("gradient", got, want)
+        assert all(param.grad is None for param in params)
+        trial.train(vectors(), steps=1, seed=10 * seed)  # and training goes on as if nothing had been asked
+    assert {param.dtype for param in params} == {F32}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("own_backward", [True, False])
+def test_loss_after_a_step_is_reduced_with_its_gradient_through_the_step(rank: Rank, own_backward: bool) -> None:
+    trial = Trial(rank, mlp())
+    params = list(trial.module.parameters())
+
+    def meta(call: Callable[[torch.Tensor], torch.Tensor], params: list[nn.Parameter], x: torch.Tensor) -> torch.Tensor:
+        first = losses(call(x))[0]
+        grads = torch.autograd.grad(first, params, create_graph=True)
+        w = [param - 0.1 * grad for param, grad in zip(params, grads, strict=True)]
+        later = losses(F.linear(F.linear(x.to(w[0].dtype), w[0], w[1]).tanh(), w[2], w[3]).tanh())[0]
+        return later if own_backward else first + later
+
+    found = []
+    for x in rank.inputs(vectors()):
+        low = copy.deepcopy(trial.oracle.module).to(BF16)
+        meta(lambda x, low=low: low(x.to(BF16)), list(low.parameters()), x).backward()
+        found.append([param.grad.float() for param in low.parameters()])
+    meta(trial.ddp, params, rank.inputs(vectors())[rank.index]).backward()
+    for param, *grads in zip(params, *found, strict=True):
+        require_same("gradient", param.grad, sum(grads, torch.zeros(())) / 2)
+        assert param.dtype is F32
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kept", [True, False])
+def test_gradients_set_by_hand_are_stepped_on_in_full_precision(rank: Rank, kept: bool) -> None:
+    trial = Trial(rank, mlp())
+    params = list(trial.module.parameters())
+    before = [param.detach().clone() for param in params]
+    loss = mean_square(trial.ddp, torch.ones(4, 8))
+    grads = torch.autograd.grad(loss, params, retain_graph=kept)
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad.to(param.dtype)
+    torch.optim.SGD(params, lr=0.5).step()
+    for param, old, grad in zip(params, before, grads, strict=True):
+        require_same("gradient", param.grad, grad.float())
+        require_same("parameter", param, old - 0.5 * grad.float())
+
+
+@on_ranks(2)
+def test_gradients_of_before_are_there_while_others_are_asked_for(rank: Rank) -> None:
+    trial = Trial(rank, mlp())
+    trial.backward(lambda call, x: mean_square(call, x).backward(), rank.inputs(vectors()))
+    before = [param.grad.clone() for param in trial.module.parameters()]
+    output = trial.ddp(torch.ones(4, 8))
+    torch.autograd.grad(losses(output)[0], list(trial.module.parameters()), retain_graph=True)
+    for param, grad in zip(trial.module.parameters(), before, strict=True):
+        require_same("gradient", param.grad, grad)
+    losses(output)[0].backward()
+    trial.zero_grad()
+    trial.train(vectors(), steps=2)
