@@ -135,14 +135,9 @@ engine_moved(PyObject *object, PyObject *Py_UNUSED(ignored))
     Engine *self = (Engine *)object;
     PyObject *list = PyList_New(0);
     for (size_t row = 0; list != NULL && row < self->row_count; row++) {
-        if (!self->moved[row]) {
-            continue;
-        }
-        PyObject *index = PyLong_FromSize_t(row);
-        if (index == NULL || PyList_Append(list, index) < 0) {
+        if (self->moved[row] && mp_list_append_index(list, row) < 0) {
             Py_CLEAR(list);
         }
-        Py_XDECREF(index);
     }
     return list;
 }
@@ -271,18 +266,6 @@ engine_event(PyObject *object, PyObject *const *args, Py_ssize_t nargs, PyObject
     }
     return mp_event_wrap(self->state, self->backend, self->device, event, mp_engine_lender(self),
                          self->device_type, self->device_index);
-}
-
-static PyObject *
-engine_set_names(PyObject *object, PyObject *names)
-{
-    Engine *self = (Engine *)object;
-    PyObject *tuple = mp_names_new(names, self->row_count);
-    if (tuple == NULL) {
-        return NULL;
-    }
-    Py_SETREF(self->names, tuple);
-    Py_RETURN_NONE;
 }
 
 static PyObject *
@@ -495,7 +478,6 @@ static PyMethodDef engine_methods[] = {
      "wait_hook(bucket): a forward pre-hook that calls wait(bucket)."},
     {"event", MP_FUNCTION(engine_event), METH_FASTCALL | METH_KEYWORDS,
      "event(bucket): a new Event that covers the last cast of the bucket (and maybe of later ones)."},
-    {"set_names", engine_set_names, METH_O, "set_names(names): names for messages."},
     {"counters", engine_counters_get, METH_NOARGS, "Counts since construction, as a dict."},
     {NULL, NULL, 0, NULL},
 };

@@ -1,5 +1,5 @@
-/* The inside of Gradients, shared by its files: gradients.c (the type, readiness, setting aside) and gradients_move.c
- * (packing, handing over, accumulating).
+/* The inside of Gradients, shared by its files: gradients.c (the type), gradients_setup.c (construction), gradients_aside.c
+ * (readiness, setting aside), gradients_move.c (packing, handing over, accumulating) and fire_hook.c (the hook).
  *
  * A backward is begin(), hooks that fire, then for every bucket either pack() + hand_over() around a reduction or
  * accumulate() without one, and end().  begin() sets full-precision gradients of earlier backwards aside (stash), so
@@ -112,7 +112,13 @@ mp_gradients_name(const Gradients *self, size_t row)
     return PyTuple_GET_ITEM(self->names, (Py_ssize_t)row);
 }
 
-/* gradients.c.  All need the GIL; 0, or -1 with an exception that names the parameter. */
+/* gradients_setup.c: tp_new. */
+PyObject *mp_gradients_new(PyTypeObject *type, PyObject *args, PyObject *kwargs);
+
+/* fire_hook.c: a new hook of a row, or NULL with an exception. */
+PyObject *mp_fire_hook_new(Gradients *gradients, size_t row);
+
+/* gradients_aside.c.  All need the GIL; where they return int: 0, or -1 with an exception that names the parameter. */
 int mp_gradients_enter(Gradients *self); /* claims rows and scratch; every success has its leave */
 void mp_gradients_leave(Gradients *self);
 int mp_gradients_set(Gradients *self, size_t row, PyObject *value); /* `.grad` = value; NULL: None */
@@ -121,6 +127,13 @@ int mp_gradients_version(Gradients *self, size_t row, PyObject *gradient, int64_
 
 /* The device comes with the first tensor that is seen; there is one for all.  `what` names the tensor. */
 int mp_gradients_use_device(Gradients *self, const mp_view *view, const char *what);
+
+int mp_gradients_fire(Gradients *self, size_t row); /* its hook was called */
+void mp_gradients_reset(Gradients *self);           /* the next round of readiness starts */
+/* How many gradients were set aside, or -1 with an exception; `fired_row`: its gradient is this backward's already. */
+Py_ssize_t mp_gradients_begin(Gradients *self, int early, Py_ssize_t fired_row);
+void mp_gradients_end(Gradients *self);
+int mp_gradients_abort(Gradients *self);
 
 /* gradients_move.c.  The list of rows left to the caller (new reference), or NULL with an exception. */
 PyObject *mp_gradients_pack(Gradients *self, size_t bucket, PyObject *out, double divisor);

@@ -67,10 +67,7 @@ operation_end(Gradients *self, operation *op, int failed)
 static int
 skip_row(operation *op, size_t row)
 {
-    PyObject *number = PyLong_FromSize_t(row);
-    int result = number != NULL ? PyList_Append(op->skipped, number) : -1;
-    Py_XDECREF(number);
-    return result;
+    return mp_list_append_index(op->skipped, row);
 }
 
 /* Reads a flat buffer of the bucket: `out` of pack(), `reduced` of hand_over(). */

@@ -119,7 +119,7 @@ module_exec(PyObject *module)
         mp_engine_init(module, state) < 0 || mp_wait_hook_init(module, state) < 0) {
         return -1;
     }
-    return mp_gradients_init(module, state);
+    return mp_gradients_init(module, state) < 0 ? -1 : mp_fire_hook_init(module, state);
 }
 
 static int

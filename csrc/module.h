@@ -32,7 +32,8 @@ int mp_event_init(PyObject *module, mp_state *state);       /* event.c: Event */
 int mp_event_queue_init(PyObject *module, mp_state *state); /* event_queue.c: EventDeque, EventTable */
 int mp_engine_init(PyObject *module, mp_state *state);      /* engine.c: Engine */
 int mp_wait_hook_init(PyObject *module, mp_state *state);   /* wait_hook.c: what Engine.wait_hook returns */
-int mp_gradients_init(PyObject *module, mp_state *state);   /* gradients.c: Gradients and its fire hook */
+int mp_gradients_init(PyObject *module, mp_state *state);   /* gradients.c: Gradients */
+int mp_fire_hook_init(PyObject *module, mp_state *state);   /* fire_hook.c: what Gradients.hook returns */
 
 /* Makes a type and adds it to the module under its own name.  A new reference, or NULL with an exception. */
 PyTypeObject *mp_type_add(PyObject *module, PyType_Spec *spec);

@@ -25,6 +25,35 @@ error:
     return NULL;
 }
 
+int
+mp_index_check(Py_ssize_t index, size_t count, const char *what)
+{
+    if (index < 0 || (size_t)index >= count) {
+        PyErr_Format(PyExc_IndexError, "%s %zd: expected 0 to %zd", what, index, (Py_ssize_t)count - 1);
+        return -1;
+    }
+    return 0;
+}
+
+Py_ssize_t
+mp_index_parse(PyObject *argument, size_t count, const char *what)
+{
+    Py_ssize_t index = PyNumber_AsSsize_t(argument, PyExc_IndexError);
+    if ((index == -1 && PyErr_Occurred()) || mp_index_check(index, count, what) < 0) {
+        return -1;
+    }
+    return index;
+}
+
+int
+mp_list_append_index(PyObject *list, size_t index)
+{
+    PyObject *number = PyLong_FromSize_t(index);
+    int result = number != NULL ? PyList_Append(list, number) : -1;
+    Py_XDECREF(number);
+    return result;
+}
+
 PyObject *
 mp_error_take(void)
 {

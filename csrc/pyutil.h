@@ -18,6 +18,15 @@
 /* A new tuple of `count` str, or NULL with TypeError or ValueError. */
 PyObject *mp_names_new(PyObject *names, size_t count);
 
+/* 0 when `index` counts one of `count` things, else -1 with IndexError that begins with `what`. */
+int mp_index_check(Py_ssize_t index, size_t count, const char *what);
+
+/* An index given as the only argument.  -1 with an exception. */
+Py_ssize_t mp_index_parse(PyObject *argument, size_t count, const char *what);
+
+/* Appends an index to a list of int.  0, or -1 with an exception. */
+int mp_list_append_index(PyObject *list, size_t index);
+
 /* The current exception, taken (new reference, never NULL when one is set), and set again (stolen). */
 PyObject *mp_error_take(void);
 void mp_error_give(PyObject *exception);

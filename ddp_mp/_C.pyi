@@ -104,7 +104,6 @@ class Engine:
         """A forward pre-hook that calls wait(bucket); cheap when there is nothing to wait for."""
     def event(self, bucket: int) -> Event:
         """A new Event for what the last cast() recorded for the bucket."""
-    def set_names(self, names: Sequence[str]) -> None: ...
     def counters(self) -> dict[str, int]: ...
 
 class Gradients:
@@ -140,7 +139,6 @@ class Gradients:
         """Whether some row fired more than once between two reset()s."""
     @property
     def active(self) -> bool: ...
-    def fired(self, row: int) -> bool: ...
     def fired_flags(self) -> bytearray:
         """One byte a row: not 0 when its hook fired since reset()."""
     def unfired(self, bucket: int) -> list[int]: ...
@@ -160,13 +158,12 @@ class Gradients:
         """``tensor`` takes the place of what was set aside."""
     def without_base(self, bucket: int) -> list[int]:
         """Rows that fired and whose stash is synced.  Before accumulate() adds to such a stash it needs a base."""
-    def with_base(self, bucket: int) -> list[int]: ...
     def base(self, row: int) -> Tensor | None:
         """What set_base() gave, until the next hand_over() or until ``.grad`` is found to be another object."""
-    def set_base(self, row: int, tensor: Tensor | None) -> None:
+    def set_base(self, row: int, tensor: Tensor) -> None:
         """A copy of a synced stash, equal on all ranks: the stash is local from now on.  What this rank adds, the stash less
         its base, is what it contributes to the next reduction: pack() and hand_over() leave such rows to the caller.
-        None: the whole stash is local."""
+        A version counter that moved takes it away."""
     def contributes(self) -> bytes:
         """One byte a row: 1 when it fired since reset() or something local is set aside for it, 2 when it fired and pack()
         found no gradient: autograd hands undefined ones to what a loss does not need."""

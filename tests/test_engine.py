@@ -849,16 +849,7 @@ def test_begin_from_many_threads_is_serialised_or_refused() -> None:
     rig.assert_masters(before)
 
 
-# --- names, references -----------------------------------------------------------------------------------------------
-
-
-def test_set_names_changes_messages() -> None:
-    rig = Rig(small())
-    rig.engine.set_names([f"renamed.{n}" for n in rig.names])
-    with pytest.raises(ValueError, match=r"'renamed.0.bias'"):
-        rig.engine.rebind_master(1, torch.randn(3))
-    with pytest.raises(ValueError, match="names: expected 5"):
-        rig.engine.set_names([])
+# --- references -----------------------------------------------------------------------------------------------------
 
 
 def test_loops_leak_no_reference() -> None:
