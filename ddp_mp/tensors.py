@@ -8,32 +8,44 @@ from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from .options import FLOATING
 
 # Objects nested deeper than this are not searched: enough for every output class met, and an end for cyclic ones.
 _MAX_DEPTH = 8
 
+# What many objects refer to is entered once, from the fourth level on: ordinary outputs, which are not that deep, cost nothing
+# more (at every level a Transformer's keys and values would take 14 us instead of 8), and those that all know each other end.
+_MEMO_DEPTH = _MAX_DEPTH - 3
+
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors of nested tuples, lists, sets, mappings, dataclasses and plain objects, in order.
+    """The tensors of nested tuples, lists, sets, mappings, dataclasses and plain objects, each once, in order.
 
     Modules are not entered: what they hold is state, not output.
     """
-    if type(value) is torch.Tensor:
-        return [value]
-    found: list[torch.Tensor] = []
-    _collect(value, _MAX_DEPTH, found)
-    return found
-
-
-def _collect(value: Any, depth: int, found: list[torch.Tensor]) -> None:
-    # no generators, and ordinary types first: this runs in every forward, and nested generators take twice as long
     if isinstance(value, torch.Tensor):
-        found.append(value)
-    elif depth > 0 and value is not None and not isinstance(value, (str, bytes, int, float, torch.nn.Module, type)):
-        for child in _children(value):
-            _collect(child, depth - 1, found)
+        return [value]
+    found: dict[int, torch.Tensor] = {}
+    _collect(value, _MAX_DEPTH, found, {})
+    return list(found.values())
+
+
+def _collect(value: Any, depth: int, found: dict[int, torch.Tensor], seen: dict[int, tuple[int, Any]]) -> None:
+    # no generators, and ordinary types first: this runs in every forward, and nested generators take twice as long
+    if isinstance(value, (str, bytes, int, float, torch.nn.Module, type)):
+        return
+    if depth <= _MEMO_DEPTH:
+        known = seen.get(id(value))
+        if known is not None and known[0] >= depth:
+            return
+        seen[id(value)] = (depth, value)  # the value too: one that a property made would be gone, and its id another's
+    for child in _children(value):
+        if isinstance(child, torch.Tensor):
+            found[id(child)] = child
+        elif child is not None and depth > 1:
+            _collect(child, depth - 1, found, seen)
 
 
 def _children(value: Any) -> Iterable[Any]:
@@ -56,7 +68,8 @@ def cast_tensors(value: Any, dtype: torch.dtype, widest: int = 8) -> Any:
     """
     if isinstance(value, torch.Tensor):  # no list for the most frequent case
         return _cast(value, dtype, widest, None)
-    return _cast_inside(value, dtype, widest, _MAX_DEPTH, [])
+    seen: _Seen | None = None if is_compiling() else {}  # Dynamo knows no id() of a container
+    return _cast_inside(value, dtype, widest, _MAX_DEPTH, [], seen)
 
 
 def _cast(
@@ -74,14 +87,32 @@ def _cast(
     return cast
 
 
-def _cast_inside(value: Any, dtype: torch.dtype, widest: int, depth: int, done: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+# Containers that were cast, by id and the levels that were left, as what is cut off at the last level differs: with the result.
+_Seen = dict[tuple[int, int], tuple[Any, Any]]
+
+
+def _cast_inside(
+    value: Any, dtype: torch.dtype, widest: int, depth: int, done: list[tuple[torch.Tensor, torch.Tensor]], seen: _Seen | None
+) -> Any:
     if isinstance(value, torch.Tensor):
         return _cast(value, dtype, widest, done)
     if depth == 0 or not _is_container(value):
         return value
+    if seen is None or depth > _MEMO_DEPTH:
+        return _cast_items(value, dtype, widest, depth, done, seen)
+    known = seen.get((id(value), depth))
+    if known is None:
+        known = value, _cast_items(value, dtype, widest, depth, done, seen)
+        seen[id(value), depth] = known
+    return known[1]
+
+
+def _cast_items(
+    value: Any, dtype: torch.dtype, widest: int, depth: int, done: list[tuple[torch.Tensor, torch.Tensor]], seen: _Seen | None
+) -> Any:
     keys = _keys(value)
     old = list(value) if keys is None else [_get(value, key) for key in keys]
-    new = [_cast_inside(item, dtype, widest, depth - 1, done) for item in old]
+    new = [_cast_inside(item, dtype, widest, depth - 1, done, seen) for item in old]
     for a, b in zip(old, new, strict=True):
         if a is not b:
             return _like(value, keys, new)
