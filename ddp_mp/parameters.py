@@ -110,10 +110,10 @@ def floating_buffers(module: nn.Module, ignored: set[str]) -> list[tuple[str, to
 def cast_buffers(module: nn.Module, ignored: set[str], dtype: torch.dtype | None, kept: set[int]) -> None:
     """Casts the floating-point buffers in place (``.data``), so that every reference to them follows.
 
-    ``kept``: ``id`` of buffers that stay as they are.
+    ``kept``: ``id`` of buffers that stay as they are.  All or none: an error leaves every buffer as it was.
     """
     if dtype is None:
         return
-    for _, buffer in floating_buffers(module, ignored):
-        if buffer.dtype is not dtype and id(buffer) not in kept:
-            buffer.data = buffer.to(dtype)
+    others = [b for _, b in floating_buffers(module, ignored) if b.dtype is not dtype and id(b) not in kept]
+    for buffer, cast in [(b, b.to(dtype)) for b in others]:
+        buffer.data = cast

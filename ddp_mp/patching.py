@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from . import native
+from .guards import optimizer_guard
 from .log import log_plan, logger
 from .model import PatchedModel, model_of
 from .options import Options, validate_precision
@@ -71,11 +72,12 @@ def patch(ddp: DDP, *more: NoReturn, mixed_precision: _MixedPrecision | None = N
     chosen = options or Options()
     _require_something(validate_precision(precision), chosen)
     native.refuse_unsupported(ddp)
-    if chosen.hooks == "root":
-        RootModel.install(ddp, precision, chosen)
-        logger.info("patched the root hook of %s: %s, %s", type(ddp.module).__name__, precision, chosen)
-    else:
-        _patch_all(ddp, precision, chosen)
+    with _taking_over(ddp):
+        if chosen.hooks == "root":
+            RootModel.install(ddp, precision, chosen)
+            logger.info("patched the root hook of %s: %s, %s", type(ddp.module).__name__, precision, chosen)
+        else:
+            _patch_all(ddp, precision, chosen)
     return ddp
 
 
@@ -89,15 +91,19 @@ def _require_something(precision: _MixedPrecision, options: Options) -> None:
 
 
 def _patch_all(ddp: DistributedDataParallel, precision: _MixedPrecision, options: Options) -> None:
-    _take_over(ddp)
     before = ddp.mixed_precision
     built_with = ddp.__dict__.get("_ddp_mp_built_with", before)
     hook = native.user_hook(ddp)
     native_logger = native.strip(ddp)
+    model = PatchedModel.__new__(PatchedModel)  # in two steps: what is built of it can be taken away again
     try:
         ddp.mixed_precision = precision
-        model = PatchedModel(ddp, precision, options)
+        PatchedModel.__init__(model, ddp, precision, options)
+        model.borders.widen_buffers(None if before is None else before.buffer_dtype)
+        # last, as what it rounds cannot be got back
+        cast_buffers(ddp.module, ddp.parameters_to_ignore, precision.buffer_dtype, model.borders.buffer_ids())
     except BaseException:
+        _dismantle(model)
         _equip_again(ddp, before, hook)
         raise
     model.comm.hook = hook
@@ -105,25 +111,78 @@ def _patch_all(ddp: DistributedDataParallel, precision: _MixedPrecision, options
     ddp.__dict__["_ddp_mp"] = model
     model.stand_in(ddp, native_logger)
     _override(ddp, model)
-    cast_buffers(ddp.module, ddp.parameters_to_ignore, precision.buffer_dtype, model.borders.buffer_ids())
-    model.borders.widen_buffers(None if before is None else before.buffer_dtype)
     registrations.watch(ddp.module, model)
     log_plan(model, "patched")
 
 
-def _take_over(ddp: DistributedDataParallel) -> None:
-    """The module may be patched through another wrapper: the newest wrapper owns it."""
-    for owner in registrations.owners(ddp.module):
-        if owner.root is not ddp.module:
-            continue  # the two only share a part
-        other = owner.wrapper()
-        if other is None:  # only a graph keeps it
-            owner.detach()
-            registrations.forget(owner)
-        elif other is not ddp:
-            logger.info("%s is patched through another wrapper: the earlier one is unpatched", type(ddp.module).__name__)
-            owner.built_with = None  # PyTorch's own hooks on the module would cast a second time
-            unpatch(other)
+@contextlib.contextmanager
+def _taking_over(ddp: DistributedDataParallel) -> Iterator[None]:
+    """The module may be patched through another wrapper: the newest wrapper owns it, once the block has patched it.
+
+    An error in the block leaves the module to the earlier wrapper, with nothing of it lost.  RuntimeError while a forward or
+    backward of that one is under way.
+    """
+    # models of another root only share a part
+    owners = [owner for owner in registrations.owners(ddp.module) if owner.root is ddp.module and owner.wrapper() is not ddp]
+    for owner in owners:
+        _require_idle("ddp_mp.patch", owner)
+    for owner in owners:
+        owner.expose()  # the plan is one of masters; a backward that is to come puts its copies back by itself
+    states = _states(ddp.module)
+    try:
+        yield
+    except BaseException:
+        _put_states(states)
+        raise
+    states = _states(ddp.module)
+    for owner in owners:
+        _retire(owner)
+    _put_states(states)
+
+
+def _retire(owner: PatchedModel) -> None:
+    """Another wrapper has taken the module over."""
+    other = owner.wrapper()
+    if other is None:  # only a graph keeps it
+        _detach(owner)
+        return
+    logger.info("%s is patched through another wrapper: the earlier one is unpatched", type(owner.root).__name__)
+    owner.built_with = None  # PyTorch's own hooks on the module would cast a second time
+    unpatch(other)
+
+
+def _dismantle(model: PatchedModel) -> None:
+    """Takes away what was built of a model."""
+    for name in ("forward", "borders", "guards", "reducer"):
+        part = model.__dict__.get(name)
+        if part is not None:
+            part.detach()
+    optimizer_guard.remove(model)
+    _end_guards(model)
+
+
+def _detach(model: PatchedModel) -> None:
+    """Masters in place, nothing of the model left on the module, and no word of what is registered there."""
+    model.detach()
+    registrations.forget(model)
+    _end_guards(model)
+
+
+def _end_guards(model: PatchedModel) -> None:
+    """A graph or a traceback may keep the model: at its end it would take the next one's guards for its own."""
+    if "guards" in model.__dict__:
+        model.guards.modules = []
+
+
+def _states(module: nn_module.Module) -> list[tuple[dict[str, Any], Any]]:
+    """``__getstate__`` of every module inside, of which there is one, though two models may guard it for a moment."""
+    return [(inner.__dict__, inner.__dict__.get("__getstate__")) for inner in module.modules()]
+
+
+def _put_states(states: list[tuple[dict[str, Any], Any]]) -> None:
+    for attributes, state in states:
+        if state is not None:
+            attributes["__getstate__"] = state
 
 
 def _override(ddp: DistributedDataParallel, model: PatchedModel) -> None:
@@ -198,15 +257,18 @@ def unpatch(ddp: DDP) -> DDP:
     model = model_of(ddp)
     if model is None:
         return ddp
-    if model.in_backward or model.backward.forwarding:
-        raise RuntimeError("ddp_mp.unpatch: a forward or backward of this model is under way; call it between them")
-    model.detach()
-    registrations.forget(model)
+    _require_idle("ddp_mp.unpatch", model)
+    _detach(model)
     model.overrides.remove()
     del ddp.__dict__["_ddp_mp"]
     _equip_again(ddp, model.built_with, model.comm.hook)
     logger.info("unpatched %s; it has %s again", type(ddp.module).__name__, ddp.mixed_precision or "no mixed precision")
     return ddp
+
+
+def _require_idle(what: str, model: PatchedModel) -> None:
+    if model.in_backward or model.backward.forwarding:
+        raise RuntimeError(f"{what}: a forward or backward of this model is under way; call it between them")
 
 
 def _equip_again(ddp: Any, precision: _MixedPrecision | None, hook: tuple[Any, Any] | None) -> None:

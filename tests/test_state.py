@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
 import pickle
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from modules import Two, column, mlp, scalar, vectors
+from modules import Luck, Two, column, mlp, no_luck, scalar, vectors
 from oracle import BF16, F32, FP16, Trial, mean_square, require_same, square_step
 from ranks import Rank, on_ranks
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
@@ -681,13 +683,8 @@ def test_patch_refuses_the_python_reducer(rank: Rank) -> None:
 
 @on_ranks(2)
 def test_patch_that_fails_leaves_a_plain_wrapper_that_trains(rank: Rank) -> None:
-    class Odd(ddp_mp.Options):
-        @property
-        def bucket_bytes(self) -> int:
-            raise ValueError("no luck")
-
     ddp = DistributedDataParallel(scalar())
-    with pytest.raises(ValueError, match="no luck"):
+    with pytest.raises(Luck):
         ddp_mp.patch(ddp, mixed_precision=MIXED, options=Odd())
     assert not ddp_mp.is_patched(ddp)
     require_ordinary(ddp.module)
@@ -756,6 +753,118 @@ def test_wrapping_the_same_module_twice_gives_it_to_the_second(rank: Rank, first
     assert ddp_mp.stats(second.ddp).casts == 6
     ddp_mp.unpatch(second.ddp)
     require_ordinary(model)
+
+
+class Odd(ddp_mp.Options):
+    """Options with which a plan cannot be made."""
+
+    @property
+    def bucket_bytes(self) -> int:
+        raise Luck
+
+
+@contextlib.contextmanager
+def failing(where: str) -> Iterator[dict[str, Any]]:
+    """Something that a patch does raises Luck; yields arguments of patch."""
+    patched = {"guards": (ddp_mp.model.optimizer_guard, "add"), "buffers": (ddp_mp.patching, "cast_buffers")}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if where in patched:
+            monkeypatch.setattr(*patched[where], no_luck)
+        yield {"mixed_precision": MIXED, "options": Odd() if where == "plan" else ddp_mp.Options()}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("where", ["options", "plan", "guards", "buffers", "root"])
+def test_wrapping_the_same_module_twice_and_failing_loses_nothing(rank: Rank, where: str) -> None:
+    first = Trial(rank, mlp())
+    calls: list[int] = []
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # PyTorch checks annotations
+        calls.append(bucket.index())
+        return default_hooks.allreduce_hook(None, bucket)
+
+    first.ddp.register_comm_hook(None, hook)
+    first.train(vectors(), accumulate=2)
+    counts, inside = ddp_mp.stats(first.ddp), first.ddp.__dict__["_ddp_mp"]
+    xs = rank.inputs(vectors(), 50)
+    second = DistributedDataParallel(first.module)  # before the forward: it broadcasts, into what the parameters are
+    loss = mean_square(first.ddp, xs[rank.index])
+    if where == "options":
+        with pytest.raises(ValueError, match="nothing"):
+            ddp_mp.patch(second, mixed_precision=MIXED, options=ddp_mp.Options(full_precision_modules=("nothing",)))
+    elif where == "root":
+        with pytest.raises(ValueError, match="need both"):
+            ddp_mp.patch(second, mixed_precision=ddp_mp.MixedPrecision(BF16), options=ddp_mp.Options(hooks="root"))
+    else:
+        with failing(where) as arguments, pytest.raises(Luck) as error:
+            ddp_mp.patch(second, **arguments)
+        assert error.traceback, "what was built is still referred to"
+    assert not ddp_mp.is_patched(second)
+    assert first.ddp.__dict__["_ddp_mp"] is inside
+    assert first.ddp.mixed_precision is not None
+    del second
+    loss.backward()
+    first.oracle.backward(square_step, xs)
+    first.check()
+    assert ddp_mp.stats(first.ddp).casts == counts.casts + 1
+    first.zero_grad()
+    first.train(vectors(), seed=60, accumulate=2)
+    assert len(calls) == ddp_mp.stats(first.ddp).reductions
+    kept = first.ddp(torch.randn(4, 8))
+    assert all(p.dtype is F32 for p in copy.deepcopy(first.module).parameters())
+    del kept
+    ddp_mp.unpatch(first.ddp)
+    require_ordinary(first.module)
+
+
+@on_ranks(2)
+def test_patch_that_fails_to_cast_a_buffer_leaves_all_as_they_were(rank: Rank) -> None:
+    class Refusing(torch.Tensor):
+        def to(self, *args: Any, **kwargs: Any) -> Any:
+            raise Luck
+
+    model = scalar()
+    model.register_buffer("first", torch.ones(2))
+    ddp = DistributedDataParallel(model)
+    model.register_buffer("second", torch.ones(2).as_subclass(Refusing))
+    with pytest.raises(Luck):
+        ddp_mp.patch(ddp, mixed_precision=ddp_mp.MixedPrecision(BF16, F32, BF16))
+    assert model.first.dtype is F32
+    require_ordinary(model)
+
+
+@on_ranks(2)
+def test_wrapping_the_same_module_twice_inside_a_forward_is_refused(rank: Rank) -> None:
+    module = mlp()
+    first = Trial(rank, module)
+    second = DistributedDataParallel(module)
+
+    def patch(*_: Any) -> None:
+        with pytest.raises(RuntimeError, match="a forward or backward of this model is under way"):
+            ddp_mp.patch(second, mixed_precision=MIXED)
+
+    handle = module[0].register_forward_hook(patch)
+    square_step(first.ddp, torch.randn(4, 8))
+    handle.remove()
+    assert not ddp_mp.is_patched(second)
+    ddp_mp.unpatch(first.ddp)
+    assert first.ddp.mixed_precision is first.precision, "what the wrapper was built with is not forgotten"
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dropped", [False, True])
+def test_wrapping_the_same_module_twice_outlives_graphs_of_the_first(rank: Rank, dropped: bool) -> None:
+    model = mlp()
+    first = ddp_mp.patch(DistributedDataParallel(model), mixed_precision=MIXED)
+    graph = first(torch.randn(4, 8))  # keeps the first patch
+    if dropped:
+        del first
+    second = ddp_mp.patch(DistributedDataParallel(model), mixed_precision=MIXED)
+    del graph
+    gc.collect()
+    kept = second(torch.randn(4, 8))
+    assert all(p.dtype is F32 for p in copy.deepcopy(model).parameters())
+    del kept
 
 
 @on_ranks(2)
