@@ -125,7 +125,7 @@ def _taking_over(ddp: DistributedDataParallel) -> Iterator[None]:
     # models of another root only share a part
     owners = [owner for owner in registrations.owners(ddp.module) if owner.root is ddp.module and owner.wrapper() is not ddp]
     for owner in owners:
-        _require_idle("ddp_mp.patch", owner)
+        _require_idle("ddp_mp.patch", owner.in_backward or owner.backward.forwarding)
     for owner in owners:
         owner.expose()  # the plan is one of masters; a backward that is to come puts its copies back by itself
     states = _states(ddp.module)
@@ -251,13 +251,14 @@ def unpatch(ddp: DDP) -> DDP:
     """
     root = root_of(ddp)
     if root is not None:
+        _require_idle("ddp_mp.unpatch", root.in_backward or root.in_forward)
         root.uninstall(ddp)
         logger.info("unpatched %s", type(ddp.module).__name__)
         return ddp
     model = model_of(ddp)
     if model is None:
         return ddp
-    _require_idle("ddp_mp.unpatch", model)
+    _require_idle("ddp_mp.unpatch", model.in_backward or model.backward.forwarding)
     _detach(model)
     model.overrides.remove()
     del ddp.__dict__["_ddp_mp"]
@@ -266,8 +267,8 @@ def unpatch(ddp: DDP) -> DDP:
     return ddp
 
 
-def _require_idle(what: str, model: PatchedModel) -> None:
-    if model.in_backward or model.backward.forwarding:
+def _require_idle(what: str, busy: bool) -> None:
+    if busy:
         raise RuntimeError(f"{what}: a forward or backward of this model is under way; call it between them")
 
 

@@ -6,8 +6,10 @@ What those two read keeps its meaning: ``ddp._submodule_to_event[module].popleft
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import defaultdict, deque
+from types import FrameType
 from typing import Any
 
 import torch
@@ -110,6 +112,16 @@ class RootModel:
     def in_backward(self) -> bool:
         """Whether a backward is under way in this thread."""
         return bool(torch._C._current_graph_task_id() != -1)
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward is under way in this thread: no hook of ours sees its end, so the stack is asked."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is self._module:
+                return True
+            frame = frame.f_back
+        return False
 
     watches_steps = False
 

@@ -164,6 +164,35 @@ def test_root_unpatch_gives_pytorchs_root_hook_back_and_training_goes_on(rank: R
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_root_unpatch_inside_a_forward_or_backward_is_refused(rank: Rank, where: str) -> None:
+    with idle_device():
+        trial = Trial(rank, Two(), options={"hooks": "root"})
+        warm_up(trial)
+        refused: list[str] = []
+
+        def unpatch(*_: Any) -> None:
+            with pytest.raises(RuntimeError, match="a forward or backward of this model is under way") as error:
+                ddp_mp.unpatch(trial.ddp)
+            refused.append(str(error.value))
+
+        if where == "forward":
+            handle = trial.module.b.register_forward_hook(unpatch)
+        xs = rank.inputs(vectors())
+        output = trial.ddp(xs[rank.index])
+        if where == "backward":
+            handle = output.register_hook(unpatch)
+        output.float().square().mean().backward()
+        handle.remove()
+        assert len(refused) == 1
+        assert ddp_mp.is_patched(trial.ddp)
+        trial.oracle.backward(square_step, xs)
+        trial.check()
+        ddp_mp.unpatch(trial.ddp)
+        assert not ddp_mp.is_patched(trial.ddp)
+
+
+@on_ranks(2)
 def test_root_same_arguments_are_idempotent_and_others_refused(rank: Rank) -> None:
     with idle_device():
         options = ddp_mp.Options(hooks="root")
