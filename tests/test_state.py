@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import io
 import pickle
@@ -953,13 +954,84 @@ def test_install_patches_models_built_later_until_uninstalled(rank: Rank) -> Non
 @on_ranks(2)
 def test_install_twice_uses_the_later_options_and_one_uninstall_ends_it(rank: Rank) -> None:
     original = DistributedDataParallel.__init__
-    ddp_mp.install()
-    with ddp_mp.install(ddp_mp.Options(bucket_mb=7)):
-        ddp = DistributedDataParallel(scalar(), mixed_precision=MIXED)
+    for mb in (3, 7):
+        ddp_mp.install(ddp_mp.Options(bucket_mb=mb))
+    ddp = DistributedDataParallel(scalar(), mixed_precision=MIXED)
+    ddp_mp.uninstall()
     assert DistributedDataParallel.__init__ is original
     ddp_mp.uninstall()
     assert DistributedDataParallel.__init__ is original
-    assert ddp.__dict__["_ddp_mp"].options.bucket_mb == 7
+    assert bucket_mb(ddp) == 7
+
+
+def bucket_mb(ddp: DistributedDataParallel) -> float | None:
+    """What a model was patched with; None: it is not patched."""
+    return ddp.__dict__["_ddp_mp"].options.bucket_mb if ddp_mp.is_patched(ddp) else None
+
+
+def built() -> float | None:
+    """What a model that is built now is patched with."""
+    return bucket_mb(DistributedDataParallel(scalar(), mixed_precision=MIXED))
+
+
+@on_ranks(2)
+def test_install_nested_ends_with_what_was_in_force_before(rank: Rank) -> None:
+    original = DistributedDataParallel.__init__
+    with ddp_mp.install(ddp_mp.Options(bucket_mb=3)):
+        with ddp_mp.install(ddp_mp.Options(bucket_mb=7)):
+            assert built() == 7
+        assert built() == 3
+        ddp_mp.install(ddp_mp.Options(bucket_mb=5))  # replaces, and ends with the block
+        assert built() == 5
+    assert DistributedDataParallel.__init__ is original
+    ddp_mp.install(ddp_mp.Options(bucket_mb=3))
+    with pytest.raises(Luck), ddp_mp.install(ddp_mp.Options(bucket_mb=7), mixed_precision=MIXED):
+        no_luck()
+    assert built() == 3
+    assert bucket_mb(DistributedDataParallel(scalar())) is None
+    with ddp_mp.install(ddp_mp.Options(bucket_mb=7)):
+        ddp_mp.uninstall()
+        assert DistributedDataParallel.__init__ is original
+    assert DistributedDataParallel.__init__ is original, "what was ended inside stays ended"
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("named", [True, False])
+def test_install_around_and_below_a_wrapper_of_another_library(rank: Rank, named: bool) -> None:
+    original: Any = DistributedDataParallel.__init__
+    calls: list[Any] = []
+
+    def wrap(inner: Any) -> Any:
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            calls.append(kwargs.get("mixed_precision"))
+            inner(self, *args, **kwargs)
+
+        return functools.wraps(inner)(init) if named else init
+
+    try:
+        ddp_mp.install(ddp_mp.Options(bucket_mb=3))
+        other = wrap(DistributedDataParallel.__init__)
+        DistributedDataParallel.__init__ = other  # type: ignore[method-assign]
+        assert built() == 3
+        assert calls.pop() is MIXED
+        ddp_mp.uninstall()
+        assert DistributedDataParallel.__init__ is other
+        assert built() is None
+        assert calls.pop() is MIXED
+        for _ in range(2):  # again: ours is below the other one, and around it
+            ddp_mp.install(ddp_mp.Options(bucket_mb=5))
+            ddp = DistributedDataParallel(scalar(), mixed_precision=MIXED)
+            assert bucket_mb(ddp) == 5
+            assert calls == [None]
+            calls.clear()
+            assert ddp_mp.unpatch(ddp).mixed_precision is MIXED
+        ddp_mp.uninstall()
+        assert DistributedDataParallel.__init__ is other
+        assert built() is None
+    finally:
+        DistributedDataParallel.__init__ = original  # type: ignore[method-assign]
+        ddp_mp.uninstall()
+    assert DistributedDataParallel.__init__ is original
 
 
 @on_ranks(2)
