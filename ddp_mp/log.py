@@ -1,5 +1,6 @@
 """What goes to the standard ``logging`` module, under the name ``ddp_mp``.
 
+WARNING: casting ahead of a forward (``Options.prefetch``) failed.
 INFO: a model is patched or unpatched, with a summary; a plan is built anew, and why; what the engine leaves to PyTorch.
 DEBUG: rare events in training: masters that moved, copies that a graph keeps, a backward that failed.  Nothing is said in a
 step that goes as the one before.

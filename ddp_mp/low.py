@@ -6,6 +6,7 @@ when memory is allocated, reused, released or left to a graph that still needs i
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -295,23 +296,42 @@ class LowPrecision:
             raise
 
     def prefetch(self, live: bool) -> None:
-        """After an optimizer step, with masters in place: casts for the next forward.  Never an error of its own."""
+        """After an optimizer step, with masters in place: casts for the next forward.
+
+        Never an error of its own: what fails here is logged and left to the next forward, which casts anew or raises it.
+        """
         if self.is_low or not self.groups:
             return
         self._prefetching = True
         try:
-            self._make_ready(None if live else self.copies)
-            for group in self.groups:
-                if group.engine.check() != _C.UNCHANGED:
-                    return  # the next forward takes up what moved, or complains
-            with span("ddp_mp::cast"):
-                for group in self.groups:
-                    group.engine.cast()
-                    group.engine.remember()
+            if self._cast_ahead(live):
+                self._current, self.stale = True, False
+                self.casts += 1
+        except ReplacedError:
+            return  # the next forward builds the plan anew
+        except Exception as error:
+            logger.warning("casting ahead failed and is left to the next forward: %s: %s", type(error).__name__, error)
+            self._settle()
         finally:
             self._prefetching = False
-        self._current, self.stale = True, False
-        self.casts += 1
+
+    def _cast_ahead(self, live: bool) -> bool:
+        """Casts with masters in place; False, and nothing is done, where the next forward has to take up what moved."""
+        self._make_ready(None if live else self.copies)
+        for group in self.groups:
+            if group.engine.check() != _C.UNCHANGED:
+                return False
+        with span("ddp_mp::cast"):
+            for group in self.groups:
+                group.engine.cast()
+                group.engine.remember()
+        return True
+
+    def _settle(self) -> None:
+        """Casts that a failure left under way are over: nobody is to be told of them, and their memory may be given back."""
+        for group in self.groups:
+            with contextlib.suppress(Exception):
+                group.engine.wait()
 
     def changed(self) -> None:
         """The masters were written: no promise about the copies holds any more."""
@@ -402,6 +422,7 @@ class LowPrecision:
             self._bind(copies)  # reads addresses: the memory is there by now
 
     def _bind(self, copies: Copies) -> None:
+        self.copies = None  # after an error some engines are bound to others: the next forward binds all anew
         for group, arenas in zip(self.groups, copies.arenas, strict=True):
             group.bind(arenas)
         self.copies = copies

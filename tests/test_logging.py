@@ -8,14 +8,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from modules import mlp, vectors
-from oracle import BF16, F32, Trial, mean_square
+from modules import Two, mlp, vectors
+from oracle import BF16, F32, Trial, mean_square, square_step
 from ranks import Rank, on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_mp
+from ddp_mp import _C
 
 MIXED = ddp_mp.MixedPrecision(BF16, F32)
 
@@ -98,6 +99,48 @@ def test_log_of_rare_events_is_at_debug(rank: Rank) -> None:
     assert any(m.startswith("DEBUG a backward failed") for m in messages)
     assert any(m.startswith("INFO buckets are reduced by the communication hook allreduce_hook") for m in messages)
     trial.zero_grad()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("nth", range(1, 5))
+def test_log_of_a_prefetch_that_fails_and_the_next_forward_casts(rank: Rank, nth: int) -> None:
+    trial = Trial(rank, mlp(), options={"prefetch": True, "bucket_mb": 0.0002, "first_bucket_mb": 0.0002})
+    optimizer = torch.optim.SGD(trial.module.parameters(), lr=0.125)
+    trial.backward(square_step, rank.inputs(vectors()))
+    _C.host_fail_at(nth)
+    try:
+        with logged() as messages:
+            optimizer.step()
+    finally:
+        _C.host_fail_at(0)
+    assert [m.split(":")[0] for m in messages] == ["WARNING casting ahead failed and is left to the next forward"]
+    trial.oracle_step(torch.optim.SGD(trial.oracle.module.parameters(), lr=0.125))
+    assert all(p.dtype is F32 for p in trial.module.parameters())
+    trial.zero_grad()
+    casts = ddp_mp.stats(trial.ddp).casts
+    trial.backward(square_step, rank.inputs(vectors(), 1))
+    trial.check()
+    assert ddp_mp.stats(trial.ddp).casts == casts + 1, "the copies are not taken for good ones"
+    with logged() as messages:
+        trial.train(vectors(), steps=2, seed=2)
+    assert messages == []
+
+
+@on_ranks(2)
+def test_log_of_a_prefetch_that_cannot_work_and_the_next_forward_raises(rank: Rank) -> None:
+    trial = Trial(rank, Two(), options={"prefetch": True})
+    kept = mean_square(trial.ddp, torch.randn(4, 8))
+    kept.backward(retain_graph=True)  # its copies are kept: new ones are made for the next forward
+    trial.zero_grad()
+    trial.module.b.weight.data = torch.randn(9, 9)
+    with logged() as messages:
+        torch.optim.SGD(trial.module.parameters(), lr=0.125).step()
+    assert len(messages) == 1
+    assert "b.weight" in messages[0]
+    with pytest.raises(ValueError, match=r"b\.weight.*expected shape"):
+        trial.ddp(torch.randn(4, 8))
+    assert all(p.dtype is F32 for p in trial.module.parameters())
+    del kept
 
 
 @on_ranks(2)
