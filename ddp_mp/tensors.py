@@ -63,8 +63,9 @@ def _children(value: Any) -> Iterable[Any]:
 def cast_tensors(value: Any, dtype: torch.dtype, widest: int = 8) -> Any:
     """``value`` with its floating-point tensors of up to ``widest`` bytes an element cast to ``dtype``, inside autograd.
 
-    Tuples, lists, sets, mappings and dataclasses are copied where something in them changed, of the same type; everything
-    else, and a value in which nothing changed, is handed back as it is.  A tensor that occurs twice is cast once.
+    Tuples, lists, sets, mappings and dataclasses are copied where something in them changed, of the same type and with the
+    same attributes; everything else, and a value in which nothing changed, is handed back as it is.  So is an immutable mapping
+    that can be built neither from a mapping nor from keywords.  A tensor that occurs twice is cast once.
     """
     if isinstance(value, torch.Tensor):  # no list for the most frequent case
         return _cast(value, dtype, widest, None)
@@ -139,23 +140,58 @@ def _get(value: Any, key: Any) -> Any:
 
 
 def _like(value: Any, keys: list[Any] | None, items: list[Any]) -> Any:
-    """A container as ``value`` with other items."""
+    """A container as ``value`` with other items, made past its class's constructor, which may want anything."""
     if keys is None:
-        if hasattr(value, "_make"):  # a named tuple
-            return value._make(items)
-        if isinstance(value, list) and type(value) is not list:
-            made = copy.copy(value)
-            made[:] = items
-            return made
-        return type(value)(items)
-    if isinstance(value, dict) and type(value) is dict:
-        return dict(zip(keys, items, strict=True))
+        return _sequence_like(value, items)
+    pairs = dict(zip(keys, items, strict=True))
+    if type(value) is dict:
+        return pairs
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
-        return type(value)(dict(zip(keys, items, strict=True)))  # type: ignore[call-arg]
+        return _immutable_like(value, pairs)
     made = copy.copy(value)
-    for key, item in zip(keys, items, strict=True):
-        if isinstance(made, MutableMapping):
-            made[key] = item
-        else:
+    if not isinstance(value, Mapping):
+        for key, item in pairs.items():
             object.__setattr__(made, key, item)  # of a frozen dataclass too
+        return made
+    if not isinstance(value, dict) and not hasattr(value, "__copy__"):
+        for name, own in list(getattr(made, "__dict__", {}).items()):
+            if isinstance(own, (dict, list)):  # where it keeps its items: the shallow copy has that in common with the value
+                made.__dict__[name] = copy.copy(own)
+    for key, item in pairs.items():
+        made[key] = item
     return made
+
+
+def _sequence_like(value: Any, items: list[Any]) -> Any:
+    kind: Any = type(value)
+    made: Any
+    if kind in (tuple, list, set, frozenset) or hasattr(kind, "n_sequence_fields"):  # what torch.max returns is one of the last
+        return kind(items)
+    if isinstance(value, list):
+        made = copy.copy(value)
+        made[:] = items
+        return made
+    if hasattr(value, "_make"):  # a named tuple
+        made = value._make(items)
+    elif isinstance(value, set):
+        made = set.__new__(kind)
+        made |= set(items)
+    else:
+        made = (tuple if isinstance(value, tuple) else frozenset).__new__(kind, items)
+    attributes = getattr(value, "__dict__", None)
+    if attributes:
+        made.__dict__.update(attributes)
+    return made
+
+
+def _immutable_like(value: Mapping[Any, Any], pairs: dict[Any, Any]) -> Any:
+    """A mapping that only its constructor can fill: from a mapping or from keywords.  ``value`` itself where neither works."""
+    kind: Any = type(value)
+    for arguments, keywords in (((pairs,), {}), ((), pairs)):
+        try:
+            made = kind(*arguments, **keywords)
+            if len(made) == len(pairs) and all(made[key] is item for key, item in pairs.items()):
+                return made
+        except Exception:  # whatever its constructor says to arguments that are not its own
+            continue
+    return value

@@ -8,7 +8,7 @@ import dataclasses
 import pickle
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -664,17 +664,80 @@ class Tensors(list):  # type: ignore[type-arg]
 
 
 Pair = collections.namedtuple("Pair", "first second")
+
+
+class Ordered(tuple):  # type: ignore[type-arg]
+    """A tuple whose constructor takes its items apart."""
+
+    def __new__(cls, first: Any, second: Any) -> Ordered:
+        return super().__new__(cls, (first, second))
+
+
+class Labelled(Pair):
+    """A named tuple with an attribute beside its fields."""
+
+
+class Bag(set):  # type: ignore[type-arg]
+    """A set whose constructor takes its items apart."""
+
+    def __init__(self, *items: Any) -> None:
+        super().__init__(items)
+
+
+class Read(collections.abc.Mapping):  # type: ignore[type-arg]
+    """A mapping that nobody can write."""
+
+    def __init__(self, **items: Any) -> None:
+        self.items_ = items
+
+    def __getitem__(self, key: str) -> Any:
+        return self.items_[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.items_)
+
+    def __len__(self) -> int:
+        return len(self.items_)
+
+    def __repr__(self) -> str:
+        return repr(self.items_)
+
+
+class Written(Read, collections.abc.MutableMapping):  # type: ignore[type-arg]
+    """One that can be written."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.items_[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.items_[key]
+
+
+class Unbuildable(Read):
+    """A mapping that only its own code can make."""
+
+    def __init__(self, *, secret: int, **items: Any) -> None:
+        super().__init__(**items)
+
+
 CONTAINERS: dict[str, Callable[[Any], Any]] = {
     "tuple": lambda x: (x, 1),
     "list": lambda x: [x, None],
     "list of its own class": lambda x: Tensors([x]),
+    "tuple with its own __new__": lambda x: Ordered(x, 1),
     "named tuple": lambda x: Pair(x, "text"),
+    "named tuple of its own class": lambda x: Labelled(x, "text"),
+    "result of torch.max": lambda x: torch.return_types.max((x, torch.ones(3, dtype=torch.long))),
     "dict": lambda x: {"x": x},
     "ordered dict": lambda x: collections.OrderedDict(x=x),
     "default dict": lambda x: collections.defaultdict(list, x=x),
     "mapping proxy": lambda x: types.MappingProxyType({"x": x}),
     "user dict": lambda x: collections.UserDict(x=x),
+    "mapping from keywords": lambda x: Read(x=x),
+    "mutable mapping": lambda x: Written(x=x),
     "set": lambda x: {x},
+    "set with its own __init__": lambda x: Bag(x),
+    "frozen set": lambda x: frozenset([x]),
     "frozen dataclass": lambda x: Frozen(x),
     "nested": lambda x: {"a": [(Frozen(Pair(x, x)),)]},
 }
@@ -690,6 +753,40 @@ def test_cast_reaches_into_containers_and_keeps_their_class(kind: str) -> None:
     assert "bfloat16" in str(before), "what the caller holds is not changed"
     assert cast_tensors(before, BF16) is before
     assert cast_tensors(after, F32) is after
+
+
+#: Those that take an attribute.
+WITH_ATTRIBUTES = (
+    "list of its own class",
+    "tuple with its own __new__",
+    "named tuple of its own class",
+    "set with its own __init__",
+    "ordered dict",
+    "user dict",
+    "mutable mapping",
+)
+
+
+@pytest.mark.parametrize("kind", WITH_ATTRIBUTES)
+def test_cast_keeps_attributes_of_a_container(kind: str) -> None:
+    before = CONTAINERS[kind](torch.ones(1))
+    before.label = "mine"
+    assert cast_tensors(before, BF16).label == "mine"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Unbuildable(secret=1, x=torch.ones(1)),
+        collections.deque([torch.ones(1)]),
+        collections.UserList([torch.ones(1)]),
+        types.SimpleNamespace(x=torch.ones(1)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_cast_hands_on_what_it_cannot_copy(value: Any) -> None:
+    assert cast_tensors(value, BF16) is value
+    assert cast_tensors((value, torch.ones(1)), BF16)[0] is value
 
 
 def test_cast_of_one_tensor_twice_is_one_tensor() -> None:
