@@ -84,6 +84,11 @@ class Options:
             whose logits, or a router whose scores, are to stay in full precision.
         output_dtype: floating-point tensors in what the wrapped module returns are cast to this type, inside tuples, lists,
             mappings, sets and dataclasses too; ``None``: outputs are left alone (as in FSDP2's policy).
+
+    Raises:
+        TypeError: a field is of another type.
+        ValueError: a field has a value that is none of its choices; or ``full_precision_outputs`` without
+            ``full_precision_modules``.  What does not fit the model or its precisions is said by :func:`patch`.
     """
 
     hooks: Literal["all", "root"] = "all"

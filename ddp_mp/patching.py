@@ -440,8 +440,9 @@ def full_precision(ddp: DistributedDataParallel) -> Iterator[None]:
 
     Only needed between a forward and its backward; at other times, and for a model that is not patched, nothing happens.
     The masters are the optimizer's own memory, in their own type and on their own device, and may be written.  A backward that
-    comes later for an earlier forward switches to its copies again by itself.  The current stream is ordered after all
-    casts.  Not inside a backward, where parameters stay copies.
+    comes later for an earlier forward switches to its copies again by itself.  A forward inside makes them copies again, until
+    its backward.  The current stream is ordered after all casts.  Not inside a backward, where parameters stay copies, and not
+    while another thread drives the model.
 
     Example::
 

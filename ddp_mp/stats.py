@@ -12,12 +12,15 @@ from .root import root_of
 
 @dataclass(frozen=True)
 class Stats:
-    """What a patched model has done since it was patched (or its plan was last built anew: see ``rebuilds``).
+    """What a patched model has done since it was patched.
+
+    When the plan is built anew (see ``rebuilds``), all counters begin again at 0 but ``forwards`` and ``rebuilds``; with
+    ``hooks="root"``, ``casts`` goes on too.
 
     Attributes:
         forwards: forwards of the wrapped module, evaluation included.
-        casts: forwards that cast the masters.
-        skipped: forwards that found the copies still in place.
+        casts: casts of the masters, by a forward or ahead of it (``Options.prefetch``).
+        skipped: forwards that skipped the casts, as the copies were those of the masters already.
         launches: multi-tensor casts enqueued, one a bucket and cast.
         buckets: cast buckets.
         parameters: parameters that are cast.

@@ -414,6 +414,28 @@ def test_full_precision_between_forward_and_backward_does_not_disturb_it(rank: R
 
 
 @on_ranks(2)
+def test_full_precision_around_a_forward_lasts_until_it(rank: Rank) -> None:
+    trial = Trial(rank, scalar(0.5))
+    with ddp_mp.full_precision(trial.ddp):
+        loss = trial.ddp(column(1)).sum()
+        assert trial.module.weight.dtype is BF16
+        loss.backward()
+        assert trial.module.weight.dtype is F32
+
+
+@on_ranks(2)
+def test_full_precision_is_what_a_write_between_forward_and_backward_needs(rank: Rank) -> None:
+    trial = Trial(rank, scalar(0.5))
+    for inside in (False, True):
+        output = trial.ddp(column(1))
+        with torch.no_grad(), ddp_mp.full_precision(trial.ddp) if inside else contextlib.nullcontext():
+            trial.module.weight.fill_(0.75)
+        del output
+        with ddp_mp.full_precision(trial.ddp):
+            assert trial.module.weight.item() == (0.75 if inside else 0.5)
+
+
+@on_ranks(2)
 def test_full_precision_of_an_unpatched_model_does_nothing(rank: Rank) -> None:
     ddp = DistributedDataParallel(scalar())
     with ddp_mp.full_precision(ddp):

@@ -107,6 +107,19 @@ def test_stats_of_an_unpatched_model_are_an_error(rank: Rank) -> None:
 
 
 @on_ranks(2)
+def test_stats_begin_again_where_the_plan_is_built_anew(rank: Rank) -> None:
+    trial = Trial(rank, mlp()).train(vectors())
+    before = ddp_mp.stats(trial.ddp)
+    trial.module[0].weight = nn.Parameter(trial.module[0].weight.detach().clone())
+    square_step(trial.ddp, torch.randn(4, 8))
+    after = ddp_mp.stats(trial.ddp)
+    assert (before.rebuilds, after.rebuilds) == (0, 1)
+    assert after.forwards == before.forwards + 1
+    for name in ("casts", "launches", "bytes_read", "bytes_written", "reductions", "bytes_reduced"):
+        assert getattr(after, name) * before.forwards == getattr(before, name), name
+
+
+@on_ranks(2)
 def test_stats_print_as_one_line_a_counter(rank: Rank) -> None:
     trial = Trial(rank, mlp()).train(vectors())
     counters = ddp_mp.stats(trial.ddp)
