@@ -7,6 +7,7 @@ import copy
 import functools
 import inspect
 import sys
+import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -73,6 +74,7 @@ def patch(ddp: DDP, *more: NoReturn, mixed_precision: _MixedPrecision | None = N
     chosen = options or Options()
     _require_something(validate_precision(precision), chosen)
     native.refuse_unsupported(ddp)
+    _warn_of_idle_options(precision, chosen)
     with _taking_over(ddp):
         if chosen.hooks == "root":
             RootModel.install(ddp, precision, chosen)
@@ -88,6 +90,17 @@ def _require_something(precision: _MixedPrecision, options: Options) -> None:
             "ddp_mp.patch: nothing is to be done: param_dtype, reduce_dtype and buffer_dtype of the mixed precision are all "
             "None; give at least one of them, for example ddp_mp.MixedPrecision(param_dtype=torch.bfloat16), or leave the "
             "model unpatched"
+        )
+
+
+def _warn_of_idle_options(precision: _MixedPrecision, options: Options) -> None:
+    """Options that say how to cast, where nothing is cast.  What is to stay in full precision does so then: that is kept."""
+    idle = {"wait": options.wait != "root", "prefetch": options.prefetch, "reuse_unchanged": options.reuse_unchanged}
+    names = [name for name, asked in idle.items() if asked]
+    if names and precision.param_dtype is None and options.hooks == "all":  # hooks="root" refuses them
+        warnings.warn(
+            f"ddp_mp.patch: Options without effect: {', '.join(names)}; param_dtype is None, so that no parameter is cast",
+            stacklevel=3,
         )
 
 

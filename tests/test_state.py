@@ -1102,6 +1102,34 @@ def test_install_validates_before_the_wrapper_is_built(rank: Rank) -> None:
 # --- what is validated ---------------------------------------------------------------------------------------------------
 
 
+#: options -> those that are said to have no effect where nothing is cast
+HOW_TO_CAST: list[tuple[dict[str, Any], str]] = [
+    ({"wait": "module"}, "wait"),
+    ({"prefetch": True}, "prefetch"),
+    ({"reuse_unchanged": True, "prefetch": True}, "prefetch, reuse_unchanged"),
+    ({"full_precision_modules": ("0",), "full_precision_outputs": ("0",)}, ""),
+    ({"bucket_mb": 3, "output_dtype": F32}, ""),
+]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("options", "names"), HOW_TO_CAST)
+def test_options_of_how_to_cast_are_warned_of_where_nothing_is_cast(rank: Rank, options: dict[str, Any], names: str) -> None:
+    for param_dtype in (BF16, None):
+        ddp = DistributedDataParallel(mlp())
+        precision = ddp_mp.MixedPrecision(param_dtype, F32)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ddp_mp.patch(ddp, mixed_precision=precision, options=ddp_mp.Options(**options))
+            ddp_mp.patch(ddp)
+        said = [str(w.message) for w in caught]
+        if param_dtype is BF16 or not names:
+            assert said == []
+        else:
+            assert said == [f"ddp_mp.patch: Options without effect: {names}; param_dtype is None, so that no parameter is cast"]
+            assert caught[0].filename == __file__
+
+
 @on_ranks(2)
 def test_patch_with_nothing_to_do_is_an_error_that_says_so(rank: Rank) -> None:
     for precision in (ddp_mp.MixedPrecision(), _MixedPrecision()):
