@@ -20,8 +20,10 @@ from oracle import BF16, F32, FP16, Trial, mean_square, require_same, square_ste
 from ranks import Rank, on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.modules import module as of_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
+from torch.optim import optimizer as of_optimizer
 
 import ddp_mp
 
@@ -949,6 +951,53 @@ def test_module_that_keeps_its_output_goes_with_its_wrapper(rank: Rank, backward
     del model, ddp, loss
     gc.collect()
     assert gone() is None
+
+
+# --- what is process-wide ------------------------------------------------------------------------------------------------
+
+
+def process_wide_hooks() -> list[int]:
+    """How many hooks for all modules and optimizers there are."""
+    return [
+        len(of_module._global_parameter_registration_hooks),
+        len(of_module._global_module_registration_hooks),
+        len(of_optimizer._global_optimizer_pre_hooks),
+        len(of_optimizer._global_optimizer_post_hooks),
+    ]
+
+
+@on_ranks(2)
+def test_hooks_of_the_process_go_with_the_last_model(rank: Rank) -> None:
+    gc.collect()
+    before = process_wide_hooks()
+    kept = ddp_mp.patch(DistributedDataParallel(mlp()), mixed_precision=MIXED)
+    present = process_wide_hooks()
+    for unpatched in (False, True):
+        ddp = ddp_mp.patch(DistributedDataParallel(mlp()), mixed_precision=MIXED)
+        square_step(ddp, torch.randn(4, 8))
+        if unpatched:
+            ddp_mp.unpatch(ddp)
+        del ddp
+        gc.collect()
+        assert process_wide_hooks() == present, "another model is patched"
+    del kept
+    gc.collect()
+    assert process_wide_hooks() == before == [0, 0, 0, 0]
+
+
+@on_ranks(2)
+def test_hooks_of_the_process_stay_while_pytorch_goes_through_them(rank: Rank) -> None:
+    models = [ddp_mp.patch(DistributedDataParallel(mlp()), mixed_precision=MIXED)]
+    hooks = (lambda *_: models.clear(), lambda *_: None)  # as if the collector ran in the first
+    handles = [of_module.register_module_parameter_registration_hook(hook) for hook in hooks]
+    try:
+        nn.Linear(1, 1)
+        assert not models
+    finally:
+        for handle in handles:
+            handle.remove()
+    ddp_mp.unpatch(ddp_mp.patch(DistributedDataParallel(mlp()), mixed_precision=MIXED))
+    assert process_wide_hooks() == [0, 0, 0, 0]
 
 
 # --- install -------------------------------------------------------------------------------------------------------------
