@@ -9,8 +9,9 @@ from . import versions as _versions  # first: it says what is missing  # noqa: F
 from ._C import DeviceError
 from ._version import __version__
 from .info import build_info
+from .installing import install, uninstall
 from .options import MixedPrecision, Options
-from .patching import full_precision, install, is_patched, masters_changed, patch, uninstall, unpatch
+from .patching import full_precision, is_patched, masters_changed, patch, unpatch
 from .stats import Stats, stats
 
 __all__ = [

@@ -75,6 +75,7 @@ class Guards:
             guarded = reference()
             if guarded is not None:
                 _State.of(guarded).forget(id(self), guarded)
+        self._modules = []
 
 
 class _Before:

@@ -78,6 +78,10 @@ class PatchedModel:
         assert module is not None, "asked of a model whose module is gone"
         return module
 
+    def is_of(self, module: nn.Module) -> bool:
+        """Whether this is the wrapped module, which may be gone while a graph keeps the rest."""
+        return self._module() is module
+
     @property
     def needs_exposing(self) -> bool:
         """Whether masters are not in place now."""
@@ -98,6 +102,10 @@ class PatchedModel:
     def parameter_ids(self) -> set[int]:
         """``id`` of every managed parameter."""
         return {id(row.param) for row in self.rows}
+
+    def casts(self, param: torch.Tensor) -> bool:
+        """Whether a low-precision copy is made of the parameter."""
+        return any(row.param is param for row in self.low.rows)
 
     @property
     def trained_ids(self) -> set[int]:

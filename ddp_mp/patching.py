@@ -5,16 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import inspect
 import sys
 import warnings
-import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
-from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
-from torch.nn.modules import module as nn_module
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
@@ -24,6 +20,7 @@ from .log import log_plan, logger
 from .model import PatchedModel, model_of
 from .options import Options, validate_precision
 from .parameters import cast_buffers
+from .registrations import registrations
 from .root import RootModel, root_of
 
 DDP = TypeVar("DDP", bound=DistributedDataParallel)
@@ -128,6 +125,18 @@ def _patch_all(ddp: DistributedDataParallel, precision: _MixedPrecision, options
     _override(ddp, model)
     registrations.watch(ddp.module, model)
     log_plan(model, "patched")
+    _warn_of_lost_writes(ddp, model)
+
+
+def _warn_of_lost_writes(ddp: DistributedDataParallel, model: PatchedModel) -> None:
+    """The one module of PyTorch's own that writes its parameter in the forward."""
+    for name, module in ddp.module.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None and model.casts(module.weight):
+            warnings.warn(
+                f"ddp_mp.patch: {name or 'the wrapped module'} renormalises its weight in the forward (max_norm), which would "
+                "reach the low-precision copy and never the master: name it in Options.full_precision_modules",
+                stacklevel=4,
+            )
 
 
 @contextlib.contextmanager
@@ -138,21 +147,14 @@ def _taking_over(ddp: DistributedDataParallel) -> Iterator[None]:
     backward of that one is under way.
     """
     # models of another root only share a part
-    owners = [owner for owner in registrations.owners(ddp.module) if owner.root is ddp.module and owner.wrapper() is not ddp]
+    owners = [owner for owner in registrations.owners(ddp.module) if owner.is_of(ddp.module) and owner.wrapper() is not ddp]
     for owner in owners:
         _require_idle("ddp_mp.patch", owner.in_backward or owner.backward.forwarding)
     for owner in owners:
         owner.expose()  # the plan is one of masters; a backward that is to come puts its copies back by itself
-    states = _states(ddp.module)
-    try:
-        yield
-    except BaseException:
-        _put_states(states)
-        raise
-    states = _states(ddp.module)
+    yield
     for owner in owners:
         _retire(owner)
-    _put_states(states)
 
 
 def _retire(owner: PatchedModel) -> None:
@@ -161,7 +163,7 @@ def _retire(owner: PatchedModel) -> None:
     if other is None:  # only a graph keeps it
         _detach(owner)
         return
-    logger.info("%s is patched through another wrapper: the earlier one is unpatched", type(owner.root).__name__)
+    logger.info("%s is patched through another wrapper: the earlier one is unpatched", type(other.module).__name__)
     owner.built_with = None  # PyTorch's own hooks on the module would cast a second time
     unpatch(other)
 
@@ -173,31 +175,12 @@ def _dismantle(model: PatchedModel) -> None:
         if part is not None:
             part.detach()
     optimizer_guard.remove(model)
-    _end_guards(model)
 
 
 def _detach(model: PatchedModel) -> None:
     """Masters in place, nothing of the model left on the module, and no word of what is registered there."""
     model.detach()
     registrations.forget(model)
-    _end_guards(model)
-
-
-def _end_guards(model: PatchedModel) -> None:
-    """A graph or a traceback may keep the model: at its end it would take the next one's guards for its own."""
-    if "guards" in model.__dict__:
-        model.guards.modules = []
-
-
-def _states(module: nn_module.Module) -> list[tuple[dict[str, Any], Any]]:
-    """``__getstate__`` of every module inside, of which there is one, though two models may guard it for a moment."""
-    return [(inner.__dict__, inner.__dict__.get("__getstate__")) for inner in module.modules()]
-
-
-def _put_states(states: list[tuple[dict[str, Any], Any]]) -> None:
-    for attributes, state in states:
-        if state is not None:
-            attributes["__getstate__"] = state
 
 
 def _override(ddp: DistributedDataParallel, model: PatchedModel) -> None:
@@ -318,133 +301,6 @@ def _fields(precision: _MixedPrecision) -> tuple[Any, Any, Any]:
     return precision.param_dtype, precision.reduce_dtype, precision.buffer_dtype
 
 
-# --- models built later --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Defaults:
-    """What models are patched with as they are built."""
-
-    options: Options
-    precision: _MixedPrecision | None
-
-
-class _Constructor:
-    """``DistributedDataParallel.__init__`` while :func:`install` is in force.
-
-    Others may wrap it too, before and after us, and only the outermost wrapper can be taken off: below another one ours stays,
-    and passes everything through.
-    """
-
-    def __init__(self) -> None:
-        self.defaults: _Defaults | None = None
-        self.ends = 0  # how often uninstall() was called
-        self._wrapped: list[tuple[Any, Any]] = []  # our wrappers in the class, and what each of them calls
-        self._building: set[int] = set()  # id of wrappers of models under construction
-
-    def put(self) -> None:
-        """Our wrapper is the outermost one."""
-        original: Any = DistributedDataParallel.__init__
-        if not (self._wrapped and original is self._wrapped[-1][0]):
-            self._wrapped.append((self._wrapper(original), original))
-            DistributedDataParallel.__init__ = self._wrapped[-1][0]  # type: ignore[method-assign]
-
-    def take_off(self) -> None:
-        """Our wrappers are gone, but for those below another one."""
-        self.defaults = None
-        while self._wrapped and DistributedDataParallel.__init__ is self._wrapped[-1][0]:
-            DistributedDataParallel.__init__ = self._wrapped.pop()[1]  # type: ignore[method-assign]
-
-    def _wrapper(self, original: Any) -> Any:
-        signature = inspect.signature(original)
-        named = "mixed_precision" in signature.parameters  # else it is another's wrapper, which takes *args, **kwargs
-
-        @functools.wraps(original)
-        def init(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-            defaults = self.defaults
-            if defaults is None or id(ddp) in self._building:  # a wrapper of ours around this one does it
-                original(ddp, *args, **kwargs)
-                return
-            bound = signature.bind(ddp, *args, **kwargs) if named else None
-            arguments = kwargs if bound is None else bound.arguments
-            given = arguments.get("mixed_precision")
-            precision = defaults.precision if given is None else given
-            if precision is None:
-                original(ddp, *args, **kwargs)
-                return
-            validate_precision(precision)
-            if defaults.options.hooks == "all":
-                arguments["mixed_precision"] = None
-            self._building.add(id(ddp))
-            try:
-                if bound is None:
-                    original(ddp, *args, **kwargs)
-                else:
-                    original(*bound.args, **bound.kwargs)
-            finally:
-                self._building.discard(id(ddp))
-            ddp.__dict__["_ddp_mp_built_with"] = given
-            patch(ddp, mixed_precision=precision, options=defaults.options)
-
-        return init
-
-
-_constructor = _Constructor()
-
-
-class _Installation:
-    """What :func:`install` returns: a context manager at whose end is in force what was before."""
-
-    def __init__(self, before: _Defaults | None) -> None:
-        self._before, self._ends = before, _constructor.ends
-
-    def __enter__(self) -> _Installation:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._ends != _constructor.ends:
-            return  # uninstall() inside the block has ended it
-        if self._before is None:
-            _constructor.take_off()
-        else:
-            _constructor.defaults = self._before
-
-
-def install(options: Options | None = None, *, mixed_precision: _MixedPrecision | None = None) -> _Installation:
-    """Every ``DistributedDataParallel`` built from now on with ``mixed_precision=`` is patched as it is built.
-
-    Args:
-        options: see :class:`Options`.
-        mixed_precision: the precisions of models that are built without ``mixed_precision=``, for frameworks that build the
-            wrapper themselves and do not pass it on.  ``None``: such models are left alone.
-
-    PyTorch's own mixed precision is never set up on a patched model, so its constructor does not cast buffers either.
-    Calling it again replaces options and precisions.  Works as a context manager, at whose end is in force what was before it.
-    Process-wide; not thread-safe against construction of models in other threads.
-
-    Raises:
-        TypeError: ``options`` is not :class:`Options`, or ``mixed_precision`` not :class:`MixedPrecision`.
-    """
-    chosen = options or Options()
-    if not isinstance(chosen, Options):
-        raise TypeError(f"ddp_mp.install: options: expected ddp_mp.Options, found {type(options).__name__}")
-    if mixed_precision is not None:
-        validate_precision(mixed_precision)
-    installation = _Installation(_constructor.defaults)
-    _constructor.defaults = _Defaults(chosen, mixed_precision)
-    _constructor.put()
-    return installation
-
-
-def uninstall() -> None:
-    """Ends :func:`install`, however often it was called; without one it does nothing.  Models that are patched stay patched.
-
-    A wrapper of ``DistributedDataParallel.__init__`` that another library has put around ours stays in place.
-    """
-    _constructor.ends += 1
-    _constructor.take_off()
-
-
 # --- parameters in a state that is asked for -----------------------------------------------------------------------------
 
 
@@ -488,74 +344,4 @@ def masters_changed(ddp: DistributedDataParallel) -> None:
         raise ValueError("ddp_mp.masters_changed: the model is not patched")
 
 
-class _Registrations:
-    """Learns of parameters and modules that are registered inside patched modules, by PyTorch's global hooks."""
-
-    def __init__(self) -> None:
-        self._watched: weakref.WeakKeyDictionary[Any, weakref.WeakSet[PatchedModel]] = weakref.WeakKeyDictionary()
-        self._models: set[weakref.ref[PatchedModel]] = set()
-        self._handles: list[Any] = []
-
-    def watch(self, module: Any, model: PatchedModel) -> None:
-        for inner in module.modules():
-            self._watched.setdefault(inner, weakref.WeakSet()).add(model)
-        self._models.add(weakref.ref(model, self._gone))
-        if not self._handles:
-            self._handles = [
-                nn_module.register_module_parameter_registration_hook(self._registered),
-                nn_module.register_module_module_registration_hook(self._registered),
-            ]
-
-    def forget(self, model: PatchedModel) -> None:
-        for inner, models in list(self._watched.items()):
-            models.discard(model)
-            if not models:
-                del self._watched[inner]
-        self._models.discard(weakref.ref(model))
-        self._end_when_idle()
-
-    def _gone(self, model: weakref.ref[PatchedModel]) -> None:
-        """A model went without unpatch.  The collector may find out while PyTorch goes through the very hooks, as modules are
-        built: they stay then, until the next model comes or goes."""
-        self._models.discard(model)
-        if not sys.is_finalizing() and not _inside(nn_module.__file__):
-            self._end_when_idle()
-
-    def _end_when_idle(self) -> None:
-        if not self._models:
-            for handle in self._handles:
-                handle.remove()
-            self._handles = []
-
-    def owners(self, module: Any) -> set[PatchedModel]:
-        """Patched models that any part of ``module`` belongs to."""
-        return {model for inner in module.modules() for model in self._watched.get(inner, ())}
-
-    def _registered(self, module: Any, name: str, value: Any) -> None:
-        for model in list(self._watched.get(module, ())):
-            model.dirty = True
-            for inner in value.modules() if isinstance(value, nn_module.Module) else ():
-                self._watched.setdefault(inner, weakref.WeakSet()).add(model)
-
-
-def _inside(file: str) -> bool:
-    """Whether any code of this file is being run by this thread."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename == file:
-            return True
-        frame = frame.f_back
-    return False
-
-
-registrations = _Registrations()
-
-__all__ = [
-    "full_precision",
-    "install",
-    "is_patched",
-    "masters_changed",
-    "patch",
-    "uninstall",
-    "unpatch",
-]
+__all__ = ["full_precision", "is_patched", "masters_changed", "patch", "unpatch"]

@@ -267,12 +267,12 @@ def let_go_of_failed_backward() -> None:
 
 def _require_clean() -> None:
     """Nothing of ddp_mp outlives the models of a test."""
-    from ddp_mp import guards, patching
+    from ddp_mp import guards, installing, registrations
 
-    patching.uninstall()
+    installing.uninstall()
     let_go_of_failed_backward()
     gc.collect()
-    left = [model for models in patching.registrations._watched.values() for model in models]
+    left = [model for models in registrations.registrations._watched.values() for model in models]
     kept = [type(other).__name__ for other in gc.get_referrers(*left)]
     assert not left, f"patched models outlive their wrappers: {left}, referred to by {kept}"
     assert not list(guards.optimizer_guard._models), "models are still known to the optimizer's hook"

@@ -665,6 +665,25 @@ def test_patch_refuses_what_it_cannot_train_right(rank: Rank) -> None:
         ddp_mp.patch(DistributedDataParallel(scalar()), mixed_precision=BF16)  # type: ignore[arg-type]
 
 
+@on_ranks(1)
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("full", [False, True])
+def test_patch_warns_of_a_weight_that_is_renormalised_in_the_forward(rank: Rank, kind: Any, full: bool) -> None:
+    model = nn.Sequential(kind(4, 8, max_norm=1.0), nn.Linear(8, 8))
+    with torch.no_grad():
+        model[0].weight.fill_(1.0)
+    options = ddp_mp.Options(full_precision_modules=("0",) if full else ())
+    ddp = DistributedDataParallel(model)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        ddp_mp.patch(ddp, mixed_precision=MIXED, options=options)
+    messages = [str(warning.message) for warning in told if "max_norm" in str(warning.message)]
+    assert len(messages) == (0 if full else 1)
+    assert all("0 renormalises its weight" in message for message in messages)
+    ddp(torch.tensor([[0, 1]])).float().sum().backward()
+    assert (model[0].weight[0].norm().item() == pytest.approx(1.0, rel=1e-3)) is full
+
+
 @on_ranks(2)
 def test_patch_refuses_an_optimizer_inside_backward(rank: Rank) -> None:
     with warnings.catch_warnings():
