@@ -149,7 +149,7 @@ class _State:
     def __call__(self) -> Any:
         module = self._module()
         assert module is not None
-        for copied, _ in self.users.values():
+        for copied, _ in list(self.users.values()):
             copied()
         own: Any = getattr(type(module), "__getstate__", None)
         custom = own is not None and own is not getattr(object, "__getstate__", None)
@@ -158,7 +158,7 @@ class _State:
             return state
         state = copy.copy(state)
         state.pop("__getstate__", None)
-        ids = set().union(*(own() for _, own in self.users.values()))
+        ids = set().union(*(own() for _, own in list(self.users.values())))
         for name in _HOOK_DICTS:
             hooks = state.get(name)
             if hooks and any(key in hooks for key in ids):
