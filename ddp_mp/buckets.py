@@ -204,7 +204,7 @@ def _held_by_more_than_python(tensor: Any) -> bool:
 
 def _holds_unseen() -> bool:
     """Whether this version of PyTorch holds a tensor, as ``.grad`` or in a graph, without a reference to its Python object."""
-    holder, held = torch.nn.Parameter(torch.zeros(1)), torch.zeros(1)
+    holder, held = torch.nn.Parameter(torch.zeros(1, device="cpu")), torch.zeros(1, device="cpu")
     holder.grad = held
     return _C.unshared((held,), references=2)
 

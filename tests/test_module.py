@@ -432,3 +432,8 @@ def test_import_in_a_sub_interpreter_is_refused_and_the_main_one_goes_on(tmp_pat
     # two texts: that of the extension, and that of the interpreter since Python 3.12
     assert all(re.search(r"ddp_mp\._C.* (a sub-interpreter|subinterpreters)", line) for line in lines[:3]), lines
     assert lines[3] == "[0.0, 1.0, 2.0, 3.0]"
+
+
+def test_import_makes_no_tensor_on_the_default_device() -> None:
+    """Which may be one that is not there, or must not be opened before a fork."""
+    output(sys.executable, "-c", "import torch; torch.set_default_device('cuda'); import ddp_mp")
