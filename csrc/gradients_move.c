@@ -236,7 +236,22 @@ version_of_result(Gradients *self, size_t row, size_t k, int64_t *of_views, int6
     return 0;
 }
 
-/* Gives the row its new gradient and lets go of the stash. */
+/* `.grad` becomes `value` (NULL: None), and the stash is let go. */
+static int
+give(Gradients *self, size_t row, PyObject *value)
+{
+    if (mp_gradients_set(self, row, value) < 0) {
+        return -1;
+    }
+    int kept = self->stash[row] != NULL && value == self->stash[row];
+    if (self->phase[row] != PHASE_IDLE) { /* outside a backward there is nothing that abort() could undo */
+        self->phase[row] = kept ? PHASE_KEPT : PHASE_FRESH;
+    }
+    Py_CLEAR(self->stash[row]);
+    return 0;
+}
+
+/* Gives the row its new gradient, and remembers it where it is not the one that was set aside. */
 static int
 finish_row(Gradients *self, size_t row, size_t k, int64_t *of_views)
 {
@@ -246,17 +261,12 @@ finish_row(Gradients *self, size_t row, size_t k, int64_t *of_views)
     if (action != ACTION_BACK && version_of_result(self, row, k, of_views, &version) < 0) {
         return -1;
     }
-    if (mp_gradients_set(self, row, value) < 0) {
+    if (give(self, row, value) < 0) {
         return -1;
     }
-    int kept = self->stash[row] != NULL && value == self->stash[row];
     if (action != ACTION_BACK) {
         remember_left(self, row, value, version, action == ACTION_SYNCED);
     }
-    if (self->phase[row] != PHASE_IDLE) { /* outside a backward there is nothing that abort() could undo */
-        self->phase[row] = kept ? PHASE_KEPT : PHASE_FRESH;
-    }
-    Py_CLEAR(self->stash[row]);
     return 0;
 }
 
@@ -265,7 +275,7 @@ static int
 finish(Gradients *self, operation *op)
 {
     PyObject *error = NULL;
-    int64_t of_views = MP_WRITTEN;
+    int64_t of_views = MP_WRITTEN; /* not read yet */
     for (size_t k = 0; k < op->bucket->count; k++) {
         size_t row = op->bucket->rows[k];
         int result = 0;
@@ -617,13 +627,9 @@ int
 mp_gradients_settle(Gradients *self, size_t row, PyObject *grad, int synced)
 {
     int64_t version = 0;
-    if ((grad != NULL && mp_gradients_version(self, row, grad, &version) < 0) ||
-        mp_gradients_set(self, row, grad) < 0) {
+    if ((grad != NULL && mp_gradients_version(self, row, grad, &version) < 0) || give(self, row, grad) < 0) {
         return -1;
     }
-    int kept = self->stash[row] != NULL && grad == self->stash[row];
     remember_left(self, row, grad, version, synced);
-    self->phase[row] = self->phase[row] == PHASE_IDLE ? PHASE_IDLE : kept ? PHASE_KEPT : PHASE_FRESH;
-    Py_CLEAR(self->stash[row]);
     return 0;
 }
