@@ -23,28 +23,21 @@ import torch
 from torch import nn
 
 from benchmarks.harness import Report, one_process_group, settings, synchronize
-from benchmarks.parts import Timed
+from benchmarks.parts import timed_parts
 from benchmarks.step import SIZES, variants
-from ddp_mp import _C, forward
+from ddp_mp import forward
 from ddp_mp.measure import HookClock, Spread, now, paired
 
 PARTS = ("module", "casts, switches", "hooks")
+HOOKS = [(forward.Forward, name, "hooks") for name in ("_enter", "_leave")]
+CASTS = dict.fromkeys(("begin", "cast", "wait", "lower"), "casts, switches")
 SHOWN = ("bf16", "alone", "floor", "ddp_mp")
 
 
 def watched(make: Callable[[], nn.Module], clock: HookClock) -> nn.Module:
     """A model whose forward is timed part by part."""
-    engine, hooks = _C.Engine, {name: getattr(forward.Forward, name) for name in ("_enter", "_leave")}
-    calls = dict.fromkeys(("begin", "cast", "wait", "lower"), "casts, switches")
-    _C.Engine = lambda *arguments: Timed(engine(*arguments), clock, calls)
-    for name, hook in hooks.items():
-        setattr(forward.Forward, name, clock.watch("hooks", hook))
-    try:
-        model = make()
-    finally:
-        _C.Engine = engine
-        for name, hook in hooks.items():
-            setattr(forward.Forward, name, hook)
+    with timed_parts(clock, HOOKS, CASTS, {}):
+        model = make()  # its hooks are looked up now: they stay timed
     inner = getattr(model, "module", model)
     inner.forward = clock.watch("module", inner.forward)
     return model

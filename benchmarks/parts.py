@@ -96,14 +96,20 @@ class Timed:
 
 
 @contextlib.contextmanager
-def timed_parts(clock: HookClock) -> Iterator[None]:
+def timed_parts(
+    clock: HookClock,
+    methods: Sequence[tuple[Any, str, str]] = METHODS,
+    engine_calls: dict[str, str] = ENGINE,
+    gradient_calls: dict[str, str] = GRADIENTS,
+) -> Iterator[None]:
     """Models that are patched inside are timed while they train inside."""
     saved: list[tuple[Any, str, Any]] = [(_C, "Engine", _C.Engine), (_C, "Gradients", _C.Gradients)]
-    saved += [(owner, name, getattr(owner, name)) for owner, name, _ in METHODS]
+    saved += [(owner, name, getattr(owner, name)) for owner, name, _ in methods]
     engine, gradients = _C.Engine, _C.Gradients
-    _C.Engine = lambda *a: Timed(engine(*a), clock, ENGINE)
-    _C.Gradients = lambda *a: Timed(gradients(*a), clock, GRADIENTS)
-    for owner, name, part in METHODS:
+    _C.Engine = lambda *a: Timed(engine(*a), clock, engine_calls)
+    if gradient_calls:
+        _C.Gradients = lambda *a: Timed(gradients(*a), clock, gradient_calls)
+    for owner, name, part in methods:
         setattr(owner, name, clock.watch(part, getattr(owner, name)))
     try:
         yield

@@ -22,12 +22,18 @@ RESULTS = {
 }
 
 
+def run(*module_and_arguments):
+    """What a program of this project prints; it must end well."""
+    command = [sys.executable, "-m", *map(str, module_and_arguments)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return result.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RESULTS)
 def test_benchmark_quick_run_writes_results(name, tmp_path):
-    command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--output", str(tmp_path), "--tag", "quick"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert result.returncode == 0, result.stderr[-4000:]
+    run(f"benchmarks.{name}", "--quick", "--output", tmp_path, "--tag", "quick")
     for file, column in RESULTS[name].items():
         content = json.loads((tmp_path / f"{file}-quick.json").read_text())
         assert content["rows"], file
@@ -43,9 +49,7 @@ def test_benchmark_quick_run_writes_results(name, tmp_path):
 
 @pytest.mark.slow
 def test_parts_twin_and_ours_cover_every_call(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.parts", "--quick", "--rounds", "1", "--output", str(tmp_path)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert result.returncode == 0, result.stderr[-4000:]
+    run("benchmarks.parts", "--quick", "--rounds", 1, "--output", tmp_path)
     rows = {row["part"]: row for row in json.loads((tmp_path / "parts.json").read_text())["rows"]}
     # what the model does in every step takes time, and the sum is that of its rows
     timed = [row for part, row in rows.items() if part not in ("root hook", "all bookkeeping", "all-reduce, in no sum")]
@@ -78,23 +82,19 @@ def test_models_every_list_gives_the_parameters_it_promises():
 
 @pytest.mark.slow
 def test_demo_few_steps_trains_both_and_draws(tmp_path):
-    command = [sys.executable, "-m", "ddp_mp.demo", "--steps", "6", "--output", str(tmp_path)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert result.returncode == 0, result.stderr[-4000:]
+    printed = run("ddp_mp.demo", "--steps", 6, "--output", tmp_path)
     runs = json.loads((tmp_path / "losses.json").read_text())
     full, mixed = runs.values()
     assert len(full["loss"]) == len(mixed["loss"]) == 6
     assert full["loss"][-1] < full["loss"][0]
     assert abs(full["loss"][-1] - mixed["loss"][-1]) < 0.05
     assert (tmp_path / "losses.png").stat().st_size > 10_000
-    assert "events" in result.stdout
+    assert "events" in printed
 
 
 @pytest.mark.slow
 def test_forward_parts_are_those_of_the_variant_and_make_the_whole(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.forward", "--quick", "--rounds", "1", "--output", str(tmp_path)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert result.returncode == 0, result.stderr[-4000:]
+    run("benchmarks.forward", "--quick", "--rounds", 1, "--output", tmp_path)
     rows = {row["variant"]: row for row in json.loads((tmp_path / "forward.json").read_text())["rows"]}
     parts = ("module", "casts, switches", "hooks", "wrapper")
     present = {name: [part for part in parts[1:3] if row[f"{part} ms"]["median"] > 0] for name, row in rows.items()}
