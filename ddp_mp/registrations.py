@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 import weakref
-from types import FrameType
 from typing import Any
 
 from torch.nn.modules import module as nn_module
 
 from .model import PatchedModel
+from .stack import callers
 
 
 class _Registrations:
@@ -42,7 +42,7 @@ class _Registrations:
         """A model went without unpatch.  The collector may find out while PyTorch goes through the very hooks, as modules are
         built: they stay then, until the next model comes or goes."""
         self._models.discard(model)
-        if not sys.is_finalizing() and not _inside(nn_module.__file__):
+        if not sys.is_finalizing() and not any(frame.f_code.co_filename == nn_module.__file__ for frame in callers()):
             self._end_when_idle()
 
     def _end_when_idle(self) -> None:
@@ -60,16 +60,6 @@ class _Registrations:
             model.dirty = True
             for inner in value.modules() if isinstance(value, nn_module.Module) else ():
                 self._watched.setdefault(inner, weakref.WeakSet()).add(model)
-
-
-def _inside(file: str) -> bool:
-    """Whether any code of this file is being run by this thread."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename == file:
-            return True
-        frame = frame.f_back
-    return False
 
 
 registrations = _Registrations()

@@ -6,10 +6,8 @@ What those two read keeps its meaning: ``ddp._submodule_to_event[module].popleft
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import defaultdict, deque
-from types import FrameType
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from .guards import Guards, optimizer_guard
 from .low import new_engine
 from .options import Options
 from .parameters import Managed, managed_parameters
+from .stack import callers
 from .weak import weakly
 
 
@@ -116,12 +115,8 @@ class RootModel:
     @property
     def in_forward(self) -> bool:
         """Whether a forward is under way in this thread: no hook of ours sees its end, so the stack is asked."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is self._module:
-                return True
-            frame = frame.f_back
-        return False
+        calls = (frame for frame in callers() if frame.f_code.co_name == "_call_impl")
+        return any(frame.f_locals.get("self") is self._module for frame in calls)
 
     watches_steps = False
 

@@ -33,6 +33,11 @@ SYNC_BUFFERS = next(
 Step = Callable[[Any, Any], None]
 
 
+def patched(module: nn.Module, **more: Any) -> DistributedDataParallel:
+    """The module wrapped, and patched to compute in bfloat16 and reduce in float32; ``more`` is for the wrapper."""
+    return ddp_mp.patch(DistributedDataParallel(module, **more), mixed_precision=ddp_mp.MixedPrecision(BF16, F32))
+
+
 def mean_square(call: Any, inputs: Any) -> torch.Tensor:
     """A loss that every output takes part in."""
     output = call(*inputs) if isinstance(inputs, tuple) else call(inputs)

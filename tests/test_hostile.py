@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 from modules import column, mlp, scalar, vectors
-from oracle import BF16, F32, FP16, Trial, mean_square
+from oracle import BF16, F32, FP16, Trial, mean_square, patched
 from ranks import Rank, on_ranks
 from torch import nn
 from torch.func import functional_call, grad
-from torch.nn.parallel import DistributedDataParallel
 
 import ddp_mp
 
@@ -21,10 +20,6 @@ MIXED = ddp_mp.MixedPrecision(BF16, F32)
 
 def fail(*_: Any) -> None:
     raise MemoryError("no luck")
-
-
-def patched(module: nn.Module) -> DistributedDataParallel:
-    return ddp_mp.patch(DistributedDataParallel(module), mixed_precision=MIXED)
 
 
 @on_ranks(2)

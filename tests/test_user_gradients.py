@@ -9,17 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from modules import mlp, scalar, vectors
-from oracle import BF16, F32, FP16, Trial, mean_square, require_same, square_step
+from oracle import BF16, FP16, Trial, mean_square, patched, require_same, square_step
 from ranks import Rank, on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_mp
 from ddp_mp import _C
-
-
-def patched(module: nn.Module, **more: Any) -> DistributedDataParallel:
-    return ddp_mp.patch(DistributedDataParallel(module, **more), mixed_precision=ddp_mp.MixedPrecision(BF16, F32))
 
 
 def gapped() -> nn.Linear:
