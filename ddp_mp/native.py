@@ -8,6 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Not used here.  Its functions keep the default group there is when it is imported as the default of an argument, and the
+# wrapper's constructor imports it.  Imported before there is one, it keeps none: otherwise the group outlives
+# destroy_process_group with its threads, and one that still frees the last collective's tensors aborts the ending process.
+import torch.distributed.nn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as upstream

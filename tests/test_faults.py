@@ -262,6 +262,28 @@ def test_interpreter_ends_quietly_with_work_pending(tmp_path: Any, pending: str)
     assert "Traceback" not in errors
 
 
+@pytest.mark.slow
+def test_no_thread_of_the_process_group_outlives_it(tmp_path: Any) -> None:
+    """One that does may want Python when it has ended, to free what was reduced last; that aborts the process."""
+    program = start(
+        f"""
+        def threads():
+            return [open(f"/proc/self/task/{{task}}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+        def train():
+            ddp = wrap()
+            ddp(torch.randn(4, 8)).float().sum().backward()
+            torch.optim.SGD(ddp.parameters(), lr=0.1).step()
+            print(sum("gloo" in name for name in threads()) > 0)
+        dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1)
+        train()
+        dist.destroy_process_group()
+        print([name for name in threads() if "gloo" in name])
+        """
+    )
+    out, errors = program.communicate(timeout=150)
+    assert (program.returncode, out) == (0, "True\n[]\n"), errors
+
+
 # --- forks ---------------------------------------------------------------------------------------------------------------
 
 

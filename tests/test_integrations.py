@@ -5,6 +5,7 @@ A program runs as torchrun would run it: a process a rank, told by the environme
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib.util
@@ -364,6 +365,7 @@ def test_two_hosts_meet_and_train_as_one(hosts: dict[str, str], tmp_path: Path) 
     first = next(iter(hosts.values()))
     command += [f"--rdzv-endpoint={first}:29400", "--max-restarts=0"]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    outputs = [tmp_path / f"output-{name}" for name in hosts]
     agents = [
         subprocess.Popen(
             [
@@ -374,19 +376,19 @@ def test_two_hosts_meet_and_train_as_one(hosts: dict[str, str], tmp_path: Path) 
             ],
             cwd=PROGRAMS,
             env=environment,
-            stdout=subprocess.PIPE,
+            stdout=output.open("w"),
             stderr=subprocess.STDOUT,
-            text=True,
         )
-        for name, address in hosts.items()
+        for (name, address), output in zip(hosts.items(), outputs, strict=True)
     ]
-    try:
-        printed = [agent.communicate(timeout=SECONDS)[0] for agent in agents]
-    finally:
-        for agent in agents:
-            agent.kill()
-    # Not the exit status: under heavy load a process was seen to abort where PyTorch takes it down, after all was done.
-    together = "".join(printed)
+    for agent in agents:
+        with contextlib.suppress(subprocess.TimeoutExpired):  # an agent waits long for one that has failed
+            agent.wait(SECONDS)
+    codes = [agent.poll() for agent in agents]
+    for agent in agents:
+        agent.kill()
+    together = "".join(output.read_text() for output in outputs)
+    assert codes == [0, 0], f"exit codes {codes}\n{together}"
     assert "2 ranks, parameters in torch.float32, the same on all: True" in together, together
     program = load("torchrun_loop")
     expected = Expected(program.build_model(), sgd())
