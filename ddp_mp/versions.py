@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import torch
+import torch.distributed
 from torch.nn.modules import module as nn_module
 from torch.nn.parallel import distributed
 from torch.optim import optimizer
@@ -37,6 +38,8 @@ def require() -> None:
     found = re.match(r"(\d+)\.(\d+)", torch.__version__)
     if found is not None and (int(found[1]), int(found[2])) < OLDEST:
         raise ImportError(f"ddp_mp needs PyTorch {OLDEST[0]}.{OLDEST[1]} or newer; this is {torch.__version__}")
+    if not torch.distributed.is_available():
+        raise ImportError(f"ddp_mp needs a PyTorch with torch.distributed; this one, {torch.__version__}, was built without it")
     missing = [f"{getattr(home, '__name__', home)}.{name}" for home, name in _NEEDED if not hasattr(home, name)]
     if missing:
         raise ImportError(f"ddp_mp does not know this PyTorch, {torch.__version__}: it has no {', '.join(missing)}")

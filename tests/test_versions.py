@@ -35,6 +35,12 @@ def test_version_without_something_needed_is_an_error_that_names_it(monkeypatch:
         versions.require()
 
 
+def test_version_built_without_processes_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    with pytest.raises(ImportError, match=r"^ddp_mp needs a PyTorch with torch\.distributed; this one, .*, was built without it$"):
+        versions.require()
+
+
 def test_version_that_is_required_is_that_of_the_package() -> None:
     project = (Path(__file__).parents[1] / "pyproject.toml").read_text()
     assert f'dependencies = ["torch>={versions.OLDEST[0]}.{versions.OLDEST[1]}"]' in project
