@@ -37,7 +37,9 @@ def test_version_without_something_needed_is_an_error_that_names_it(monkeypatch:
 
 def test_version_built_without_processes_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
-    with pytest.raises(ImportError, match=r"^ddp_mp needs a PyTorch with torch\.distributed; this one, .*, was built without it$"):
+    with pytest.raises(
+        ImportError, match=r"^ddp_mp needs a PyTorch with torch\.distributed; this one, .*, was built without it$"
+    ):
         versions.require()
 
 
