@@ -52,13 +52,18 @@ class Backward:
         self._first_round = static_graph
         self._running: _Running | None = None
         self._warned = False
-        self.forwarding = False  # a forward of the module is under way
+        self.is_forwarding: Callable[[], bool] = lambda: False  # set by what follows forwards
         self._switching = False  # masters are being put back
         self.keeper: Callable[[], object] = lambda: None  # what a graph keeps alive until its backward: the patched model
         self._on_reached, self._on_dead = weakly(self._start, None), weakly(self._graph_died, None)
         self.futures: list[Any] = []  # of buffer communication hooks: waited for at the end of the next backward
 
     # --- forwards ----------------------------------------------------------------------------------------------------
+
+    @property
+    def forwarding(self) -> bool:
+        """Whether a forward of this module is under way, in whatever thread."""
+        return self.is_forwarding()
 
     @property
     def running(self) -> bool:
@@ -244,9 +249,12 @@ class Backward:
             self.reducer.abort()
 
     def expose(self) -> None:
-        """Masters in place for whoever is about to use them; a graph that waits for its backward keeps its copies."""
+        """Masters in place for whoever is about to use them; a graph that waits for its backward keeps its copies.
+
+        While a forward or a backward is under way, the copies stay for it.
+        """
         self.drop_dead()
-        if self._running is None and self.low.is_low:
+        if self._running is None and self.low.is_low and not self.forwarding:
             self._switching = True
             try:
                 self.low.leave(live=self.live())

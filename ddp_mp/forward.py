@@ -42,6 +42,7 @@ class Forward:
         self._output_dtype = output_dtype
         self._calls: list[_Call] = []
         self.forwards = 0
+        backward.is_forwarding = weakly(self._is_under_way, False)
         enter, leave = weakly(self._enter, None), weakly(self._leave, None)
 
         def before(root: nn.Module, args: Any) -> None:
@@ -71,17 +72,22 @@ class Forward:
         if self._calls:
             self._calls = [call for call in self._calls if call.on_stack(frame)]
         self.backward.drop_dead()
-        self.backward.forwarding = True
         call = _Call(frame, sys.exc_info()[1])
+        self._calls.append(call)
         try:
             call.ours = self._cast()
             if not call.ours:
                 call.low, self.low.region.low = self.low.region.low, False
         except BaseException:
-            self.backward.forwarding = bool(self._calls)
+            self._calls.remove(call)
             raise
         self.forwards += 1
-        self._calls.append(call)
+
+    def _is_under_way(self) -> bool:
+        """Whether a call of the root module is under way, in whatever thread."""
+        if self._calls:
+            self._calls = [call for call in self._calls if call.is_running()]
+        return bool(self._calls)
 
     def _cast(self) -> bool:
         """Returns whether the forward computes with the module's own parameters."""
@@ -98,11 +104,12 @@ class Forward:
 
     def _leave(self, output: Any) -> Any:
         """Returns what the caller gets in the output's place; None: the output."""
-        call = self._calls.pop() if self._calls else None
+        call = self._calls[-1] if self._calls else None
         try:
             self._end_call(call, output)
         finally:
-            self.backward.forwarding = bool(self._calls)
+            if call is not None:  # not before: nobody else puts masters back meanwhile
+                self._calls.remove(call)
         if self._output_dtype is None or self._calls:
             return None  # a module that called itself casts what leaves the outermost call
         return cast_tensors(output, self._output_dtype)
@@ -112,7 +119,7 @@ class Forward:
         if call is not None and not call.ours:
             self.low.region.low = call.low
             return
-        if self._calls or self.backward.running:
+        if len(self._calls) > 1 or self.backward.running:
             return  # the module called itself, or a checkpoint computes its forward again inside a backward
         failed = call is not None and sys.exc_info()[1] is not call.handled
         if failed or not torch.is_grad_enabled():
@@ -140,6 +147,16 @@ class _Call:
         self.ours = True  # no tensors stand in for the parameters
         self.low = False  # where some do: whether the module itself is in low precision meanwhile
         self.handled = handled  # the exception being handled when the call began: an error of the call is another one
+
+    def is_running(self) -> bool:
+        """Whether the call has not ended, in whatever thread.  Python can clear a frame only when it has."""
+        if self.frame.f_code.co_name != "_call_impl":
+            return True  # not that of the call, which a compiler may have taken apart: the call says when it ends
+        try:
+            self.frame.clear()
+        except RuntimeError:
+            return True
+        return False
 
     def on_stack(self, frame: FrameType | None) -> bool:
         """Whether the call is still under way, seen from ``frame``.  A call ended by KeyboardInterrupt never said so."""

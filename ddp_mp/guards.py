@@ -23,7 +23,7 @@ class Guards:
 
     Args:
         module: the wrapped module; every submodule that holds a managed parameter is guarded too.
-        expose: puts masters in place, unless a backward is under way.
+        expose: puts masters in place, unless a forward or a backward is under way.
         copied: puts masters in place for a copy of the module, or raises.
         written: the masters are about to be written.
         master_of: the master behind a parameter that is its copy now.
@@ -89,7 +89,7 @@ class _Before:
 
 
 class _Masters:
-    """A state dict taken while a backward is under way, as by a thread that saves, gets masters all the same."""
+    """A state dict taken during a forward or backward, as by a thread that saves, gets masters all the same."""
 
     def __init__(self, master_of: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
         self._master_of = master_of
@@ -200,9 +200,10 @@ class _OptimizerGuard:
         for model in exposed:
             if held.isdisjoint(model.parameter_ids):
                 continue
-            if model.in_backward:
+            if model.in_backward or model.in_forward:
+                where = "a backward" if model.in_backward else "a forward"
                 raise RuntimeError(
-                    "ddp_mp: an optimizer stepped inside a backward of a patched model, where its parameters are low-precision "
+                    f"ddp_mp: an optimizer stepped inside {where} of a patched model, where its parameters are low-precision "
                     "copies; call optimizer.step() after backward, or ddp_mp.unpatch(ddp) first"
                 )
             model.expose()

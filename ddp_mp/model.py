@@ -94,6 +94,11 @@ class PatchedModel:
         return self.backward.running
 
     @property
+    def in_forward(self) -> bool:
+        """Whether a forward is under way, in whatever thread."""
+        return self.backward.forwarding
+
+    @property
     def watches_steps(self) -> bool:
         """Whether anything depends on knowing of optimizer steps."""
         return self.options.prefetch or self.options.reuse_unchanged
@@ -133,15 +138,16 @@ class PatchedModel:
         self.dirty = True
 
     def expose(self) -> None:
-        """Masters in place, unless a backward is under way."""
+        """Masters in place, unless a forward or a backward is under way."""
         self.backward.expose()
 
     def _require_between(self, what: str) -> None:
         self.expose()
-        if self.in_backward and self.low.is_low:
+        if self.low.is_low and (self.in_backward or self.in_forward):
             raise RuntimeError(
-                f"ddp_mp: a patched model was {what} while a backward of it is under way, in this or another thread: its "
-                "parameters are low-precision copies then; do it between steps (state_dict() gives masters at any time)"
+                f"ddp_mp: a patched model was {what} while a {'backward' if self.in_backward else 'forward'} of it is under "
+                "way, in this or another thread: its parameters are low-precision copies then; do it between steps "
+                "(state_dict() gives masters at any time)"
             )
 
     def _master_of(self, param: torch.Tensor) -> torch.Tensor | None:

@@ -149,7 +149,7 @@ def _taking_over(ddp: DistributedDataParallel) -> Iterator[None]:
     # models of another root only share a part
     owners = [owner for owner in registrations.owners(ddp.module) if owner.is_of(ddp.module) and owner.wrapper() is not ddp]
     for owner in owners:
-        _require_idle("ddp_mp.patch", owner.in_backward or owner.backward.forwarding)
+        _require_idle("ddp_mp.patch", owner.in_backward or owner.in_forward)
     for owner in owners:
         owner.expose()  # the plan is one of masters; a backward that is to come puts its copies back by itself
     yield
@@ -256,7 +256,7 @@ def unpatch(ddp: DDP) -> DDP:
     model = model_of(ddp)
     if model is None:
         return ddp
-    _require_idle("ddp_mp.unpatch", model.in_backward or model.backward.forwarding)
+    _require_idle("ddp_mp.unpatch", model.in_backward or model.in_forward)
     _detach(model)
     model.overrides.remove()
     del ddp.__dict__["_ddp_mp"]
@@ -311,8 +311,8 @@ def full_precision(ddp: DistributedDataParallel) -> Iterator[None]:
     Only needed between a forward and its backward; at other times, and for a model that is not patched, nothing happens.
     The masters are the optimizer's own memory, in their own type and on their own device, and may be written.  A backward that
     comes later for an earlier forward switches to its copies again by itself.  A forward inside makes them copies again, until
-    its backward.  The current stream is ordered after all casts.  Not inside a backward, where parameters stay copies, and not
-    while another thread drives the model.
+    its backward.  The current stream is ordered after all casts.  Not inside a forward or backward, where parameters stay
+    copies, and not while another thread drives the model.
 
     Example::
 

@@ -126,8 +126,8 @@ class RootModel:
         return {id(row.param) for row in self.rows}
 
     def expose(self) -> None:
-        """Masters in place, unless a backward is under way."""
-        if torch._C._current_graph_task_id() == -1:
+        """Masters in place, unless a forward or a backward is under way in this thread."""
+        if torch._C._current_graph_task_id() == -1 and not self.in_forward:
             for group in self.groups:
                 group.engine.reclaim()
 

@@ -1,4 +1,4 @@
-"""What is asked of a model while a backward of it is under way: in a hook, or in another thread."""
+"""What is asked of a model while a forward or backward of it is under way: in a hook, or in another thread."""
 
 from __future__ import annotations
 
@@ -17,19 +17,25 @@ import ddp_mp
 
 
 class Stops(torch.autograd.Function):
-    """Runs something in the middle of a backward."""
+    """Runs something in the middle of a forward or backward."""
 
     between: Callable[[], None] | None = None
+    during = "backward"
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        Stops.reached("forward")
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        if Stops.between is not None:
-            Stops.between()
+        Stops.reached("backward")
         return grad
+
+    @staticmethod
+    def reached(place: str) -> None:
+        if Stops.between is not None and Stops.during == place:
+            Stops.between()
 
 
 class Halves(Two):
@@ -60,15 +66,16 @@ def in_another_thread(act: Callable[[], Any]) -> Any:
 
 
 WHERE = pytest.mark.parametrize("where", [in_this_thread, in_another_thread])
+DURING = pytest.mark.parametrize("during", ["forward", "backward"])
 
 
-def backward_with(trial: Trial, rank: Rank, act: Callable[[], None], seed: int = 0) -> None:
-    """A training step that does ``act`` in the middle of its backward, and must come out right."""
-    Stops.between = act
+def step_with(trial: Trial, rank: Rank, act: Callable[[], None], during: str, seed: int = 0) -> None:
+    """A training step that does ``act`` in the middle of its forward or backward, and must come out right."""
+    Stops.between, Stops.during = act, during
     try:
         trial.backward(square_step, rank.inputs(lambda: torch.randn(4, 8), seed))
     finally:
-        Stops.between = None
+        Stops.between, Stops.during = None, "backward"
     trial.check()
 
 
@@ -79,14 +86,15 @@ def only_once(act: Callable[[], None], trial: Trial) -> Callable[[], None]:
 
 @on_ranks(2)
 @WHERE
+@DURING
 @pytest.mark.parametrize("accumulated", [False, True])
-def test_state_dict_gives_masters_and_disturbs_nothing(rank: Rank, where: Any, accumulated: bool) -> None:
+def test_state_dict_gives_masters_and_disturbs_nothing(rank: Rank, where: Any, during: str, accumulated: bool) -> None:
     trial = Trial(rank, Halves())
     if accumulated:
         trial.backward(square_step, rank.inputs(lambda: torch.randn(4, 8), 7))
     masters = {name: value.clone() for name, value in trial.ddp.state_dict().items()}
     seen: list[dict[str, torch.Tensor]] = []
-    backward_with(trial, rank, only_once(lambda: seen.append(where(trial.ddp.state_dict)), trial))
+    step_with(trial, rank, only_once(lambda: seen.append(where(trial.ddp.state_dict)), trial), during)
     assert len(seen) == 1
     for name, master in masters.items():
         require_same(name, seen[0][name], master)
@@ -98,37 +106,40 @@ def test_state_dict_gives_masters_and_disturbs_nothing(rank: Rank, where: Any, a
 
 @on_ranks(2)
 @WHERE
-def test_state_dict_with_variables_gives_the_parameters(rank: Rank, where: Any) -> None:
+@DURING
+def test_state_dict_with_variables_gives_the_parameters(rank: Rank, where: Any, during: str) -> None:
     trial = Trial(rank, Halves())
     seen: list[dict[str, Any]] = []
-    backward_with(trial, rank, only_once(lambda: seen.append(where(lambda: trial.module.state_dict(keep_vars=True))), trial))
+    act = only_once(lambda: seen.append(where(lambda: trial.module.state_dict(keep_vars=True))), trial)
+    step_with(trial, rank, act, during)
     assert all(seen[0][name] is param for name, param in trial.module.named_parameters())
 
 
 ACTS: dict[str, tuple[Callable[[Trial], Any], str]] = {
-    "load": (lambda trial: trial.module.load_state_dict(trial.oracle.module.state_dict()), "was loaded while a backward"),
-    "copy": (lambda trial: copy.deepcopy(trial.module), "was copied while a backward"),
-    "copy_part": (lambda trial: copy.deepcopy(trial.module.a), "was copied while a backward"),
-    "copy_wrapper": (lambda trial: copy.deepcopy(trial.ddp), "was copied while a backward"),
-    "step": (lambda trial: torch.optim.SGD(trial.module.parameters(), lr=0.1).step(), "an optimizer stepped"),
+    "load": (lambda trial: trial.module.load_state_dict(trial.oracle.module.state_dict()), "was loaded while a {during}"),
+    "copy": (lambda trial: copy.deepcopy(trial.module), "was copied while a {during}"),
+    "copy_part": (lambda trial: copy.deepcopy(trial.module.a), "was copied while a {during}"),
+    "copy_wrapper": (lambda trial: copy.deepcopy(trial.ddp), "was copied while a {during}"),
+    "step": (lambda trial: torch.optim.SGD(trial.module.parameters(), lr=0.1).step(), "an optimizer stepped inside a {during}"),
     "unpatch": (lambda trial: ddp_mp.unpatch(trial.ddp), "under way"),
 }
 
 
 @on_ranks(2)
 @WHERE
+@DURING
 @pytest.mark.parametrize("name", ACTS)
-def test_what_needs_masters_is_an_error_and_disturbs_nothing(rank: Rank, where: Any, name: str) -> None:
+def test_what_needs_masters_is_an_error_and_disturbs_nothing(rank: Rank, where: Any, during: str, name: str) -> None:
     trial = Trial(rank, Halves())
     act, message = ACTS[name]
     errors: list[BaseException] = []
 
     def attempt() -> None:
-        with pytest.raises(RuntimeError, match=message) as error:
+        with pytest.raises(RuntimeError, match=message.format(during=during)) as error:
             where(lambda: act(trial))
         errors.append(error.value)
 
-    backward_with(trial, rank, only_once(attempt, trial))
+    step_with(trial, rank, only_once(attempt, trial), during)
     assert len(errors) == 1
     assert trial.module.a.weight.dtype is F32
     trial.train(lambda: torch.randn(4, 8), steps=2)
@@ -150,3 +161,48 @@ def test_after_a_backward_that_failed_masters_are_there_for_any_thread(rank: Ran
     where(lambda: ACTS[name][0](trial))
     trial.zero_grad()
     trial.train(lambda: torch.randn(4, 8), steps=2)
+
+
+class Interrupted(Halves):
+    """A forward that Ctrl-C may end; PyTorch then calls no hook."""
+
+    between: Callable[[], None] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.between is not None:
+            self.between()
+        return super().forward(x)
+
+
+@on_ranks(2)
+@WHERE
+@pytest.mark.parametrize("name", ACTS)
+def test_after_a_forward_ended_by_an_interrupt_masters_are_there_for_any_thread(rank: Rank, where: Any, name: str) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    trial = Trial(rank, Interrupted())
+    trial.module.between = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        trial.ddp(torch.randn(4, 8))
+    trial.module.between = None
+    where(lambda: ACTS[name][0](trial))
+    assert trial.module.a.weight.dtype is F32
+    if name == "unpatch":
+        return
+    trial.zero_grad()
+    trial.train(lambda: torch.randn(4, 8), steps=2)
+
+
+@on_ranks(2)
+@DURING
+def test_full_precision_leaves_the_copies_where_it_is_asked_for_in_the_middle(rank: Rank, during: str) -> None:
+    trial = Trial(rank, Halves())
+    seen: list[Any] = []
+
+    def look() -> None:
+        with ddp_mp.full_precision(trial.ddp):
+            seen.append(trial.module.a.weight.dtype)
+
+    step_with(trial, rank, only_once(look, trial), during)
+    assert seen == [BF16]
