@@ -22,6 +22,7 @@ from .options import Options, validate_precision
 from .parameters import cast_buffers
 from .registrations import registrations
 from .root import RootModel, root_of
+from .stack import is_called
 
 DDP = TypeVar("DDP", bound=DistributedDataParallel)
 
@@ -44,7 +45,8 @@ def patch(ddp: DDP, *more: NoReturn, mixed_precision: _MixedPrecision | None = N
         TypeError: ``ddp`` is not a ``DistributedDataParallel`` model, or an argument is of another type.
         ValueError: the model has no mixed precision and none was given; nothing is asked for; options do not fit the model; or
             it is patched with other arguments.
-        RuntimeError: the model uses something that does not work with ddp_mp; the message says what, and what to do.
+        RuntimeError: the model uses something that does not work with ddp_mp; the message says what, and what to do.  Or a
+            forward is under way.  Between a forward and its backward nothing can tell: that backward would not be reduced.
 
     Example::
 
@@ -72,6 +74,7 @@ def patch(ddp: DDP, *more: NoReturn, mixed_precision: _MixedPrecision | None = N
     chosen = options or Options()
     _require_something(validate_precision(precision), chosen)
     native.refuse_unsupported(ddp)
+    _require_idle("ddp_mp.patch", is_called(ddp) or is_called(ddp.module))
     _warn_of_idle_options(precision, chosen)
     with _taking_over(ddp):
         if chosen.hooks == "root":

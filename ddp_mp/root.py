@@ -20,7 +20,7 @@ from .guards import Guards, optimizer_guard
 from .low import new_engine
 from .options import Options
 from .parameters import Managed, managed_parameters
-from .stack import callers
+from .stack import is_called
 from .weak import weakly
 
 
@@ -115,8 +115,7 @@ class RootModel:
     @property
     def in_forward(self) -> bool:
         """Whether a forward is under way in this thread: no hook of ours sees its end, so the stack is asked."""
-        calls = (frame for frame in callers() if frame.f_code.co_name == "_call_impl")
-        return any(frame.f_locals.get("self") is self._module for frame in calls)
+        return is_called(self._module)
 
     watches_steps = False
 

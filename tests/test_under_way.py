@@ -12,6 +12,7 @@ import torch
 from modules import Two
 from oracle import BF16, F32, Trial, require_same, square_step
 from ranks import Rank, on_ranks
+from torch.nn.parallel import DistributedDataParallel
 
 import ddp_mp
 
@@ -206,3 +207,26 @@ def test_full_precision_leaves_the_copies_where_it_is_asked_for_in_the_middle(ra
 
     step_with(trial, rank, only_once(look, trial), during)
     assert seen == [BF16]
+
+
+@on_ranks(2)
+def test_patch_inside_a_forward_is_an_error_and_disturbs_nothing(rank: Rank) -> None:
+    module = Interrupted()
+    ddp = DistributedDataParallel(module)
+    errors: list[BaseException] = []
+
+    def attempt() -> None:
+        with pytest.raises(RuntimeError, match=r"ddp_mp\.patch: a forward or backward of this model is under way") as error:
+            ddp_mp.patch(ddp, mixed_precision=ddp_mp.MixedPrecision(BF16, F32))
+        errors.append(error.value)
+
+    for call in (ddp, module):
+        module.between = attempt
+        loss = call(torch.full((4, 8), float(rank.index))).sum()
+        module.between = None
+        loss.backward()
+        assert module.b.weight.grad is not None
+        module.zero_grad()
+    assert len(errors) == 2
+    ddp_mp.patch(ddp, mixed_precision=ddp_mp.MixedPrecision(BF16, F32))
+    assert ddp(torch.randn(4, 8)).dtype is BF16
