@@ -133,6 +133,28 @@ gradients_is_local(PyObject *object, PyObject *argument)
     return row < 0 ? NULL : PyBool_FromLong(is_local(self, (size_t)row));
 }
 
+static PyObject *
+gradients_reduces_stash(PyObject *object, PyObject *argument)
+{
+    Gradients *self = (Gradients *)object;
+    Py_ssize_t row = mp_index_parse(argument, self->row_count, "row");
+    return row < 0 ? NULL : PyBool_FromLong(self->stash[row] != NULL && mp_gradients_reduces_stash(self, (size_t)row));
+}
+
+static PyObject *
+gradients_reduce_whole(PyObject *object, PyObject *argument)
+{
+    Gradients *self = (Gradients *)object;
+    Py_ssize_t bucket = mp_index_parse(argument, self->bucket_count, "bucket");
+    if (bucket < 0) {
+        return NULL;
+    }
+    for (size_t k = 0; k < self->buckets[bucket].count; k++) {
+        self->whole[self->buckets[bucket].rows[k]] = 1;
+    }
+    Py_RETURN_NONE;
+}
+
 /* Rows of a bucket that `wanted` says 1 for, as a list. */
 static PyObject *
 list_rows(Gradients *self, PyObject *bucket, int (*wanted)(const Gradients *self, size_t row))
@@ -163,7 +185,7 @@ gradients_unfired(PyObject *object, PyObject *argument)
 static int
 lacks_base(const Gradients *self, size_t row)
 {
-    return self->fired[row] && self->stash[row] != NULL && !self->local[row];
+    return self->fired[row] && self->stash[row] != NULL && !mp_gradients_reduces_stash(self, row);
 }
 
 static PyObject *
@@ -504,6 +526,7 @@ gradients_dealloc(PyObject *object)
     PyMem_Free(self->local);
     PyMem_Free(self->known);
     PyMem_Free(self->left_own);
+    PyMem_Free(self->whole);
     PyMem_Free(self->position);
     PyMem_Free(self->bucket_of);
     PyMem_Free(self->offsets);
@@ -532,8 +555,12 @@ static PyMethodDef gradients_methods[] = {
     {"stashed", gradients_stashed, METH_O, "stashed(bucket): how many of its rows have something set aside."},
     {"stash", gradients_stash, METH_O, "stash(row): what was set aside, or None."},
     {"is_local", gradients_is_local, METH_O, "is_local(row): whether what is set aside is not equal on all ranks."},
+    {"reduces_stash", gradients_reduces_stash, METH_O,
+     "reduces_stash(row): whether what is set aside takes part in the reduction."},
+    {"reduce_whole", gradients_reduce_whole, METH_O,
+     "reduce_whole(bucket): all that is set aside takes part in the reduction, from now on."},
     {"without_base", gradients_without_base, METH_O,
-     "without_base(bucket): rows that fired and whose stash is equal on all ranks."},
+     "without_base(bucket): rows that fired and whose stash is equal on all ranks, and is not reduced again."},
     {"of_other_type", gradients_of_other_type, METH_O,
      "of_other_type(bucket): rows whose stash is the user's and has another element type than the parameter had."},
     {"set_stash", gradients_set_stash, METH_VARARGS, "set_stash(row, tensor): takes the place of what was set aside."},

@@ -66,6 +66,7 @@ typedef struct Gradients {
     uint8_t *left_own; /* what was left is not equal on all ranks */
     uint8_t *known;    /* the stash is what we left */
     uint8_t *local;    /* the stash holds what other ranks may not have; beyond `base`, where there is one */
+    uint8_t *whole;    /* the reduction loses no bit of a stash: all of it is reduced again, as in plain DDP */
     int8_t *dtype;     /* mp_dtype of the parameter as given; MP_DTYPE_NONE: it cannot be read */
     uint8_t *phase;
     uint8_t *fired; /* FIRED_... */
@@ -104,6 +105,13 @@ static inline void
 mp_gradients_prefetch(const Gradients *self, size_t row)
 {
     mp_prefetch_tensor(self->params[row], self->hints[row]);
+}
+
+/* Whether what is set aside for the row takes part in the reduction; otherwise the result is added to it. */
+static inline int
+mp_gradients_reduces_stash(const Gradients *self, size_t row)
+{
+    return self->local[row] || self->whole[row];
 }
 
 static inline PyObject *

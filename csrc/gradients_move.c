@@ -304,7 +304,7 @@ pack_row(Gradients *self, operation *op, size_t k, const mp_view *out)
     size_t row = op->bucket->rows[k];
     mp_view param, grad, stash;
     int flat = 1;
-    PyObject *aside = self->local[row] ? self->stash[row] : NULL;
+    PyObject *aside = mp_gradients_reduces_stash(self, row) ? self->stash[row] : NULL;
     if (self->base[row] != NULL) {
         return skip_row(op, row);
     }
@@ -477,7 +477,7 @@ give_row(Gradients *self, operation *op, size_t k, const handover *give)
     if (flat <= 0) {
         return flat < 0 ? -1 : skip_row(op, row);
     }
-    int sum = self->stash[row] != NULL && !self->local[row];
+    int sum = self->stash[row] != NULL && !mp_gradients_reduces_stash(self, row);
     int in_place = !sum && (char *)view.data == part_of(self, &give->reduced, row) && view.dtype == give->reduced.dtype;
     if (check_overlap(self, row, &view, &give->reduced, in_place) < 0) {
         return -1;

@@ -143,7 +143,7 @@ class Gradients:
         """One byte a row: not 0 when its hook fired since reset()."""
     def unfired(self, bucket: int) -> list[int]: ...
     def pack(self, bucket: int, out: Tensor, divisor: float) -> list[int]:
-        """out[...] = (grad + local stash) / divisor, row after row without gaps, on the caller's current stream; then
+        """out[...] = (grad + stash) / divisor, the stash where it takes part in the reduction, row after row without gaps, on the caller's current stream; then
         ``.grad`` is None.  ``out``: 1-D, contiguous, as many elements as the bucket.  Missing gradients are zeros.  Rows whose
         gradient cannot be read flat (other strides, no DLPack), or that have a base, are left untouched and returned: the
         caller copies them."""
@@ -152,12 +152,18 @@ class Gradients:
     def stash(self, row: int) -> Tensor | None: ...
     def is_local(self, row: int) -> bool:
         """Whether what is set aside for the row is local."""
+    def reduces_stash(self, row: int) -> bool:
+        """Whether what is set aside takes part in the reduction: it is local, or reduce_whole() was called."""
+    def reduce_whole(self, bucket: int) -> None:
+        """From now on all that is set aside takes part in the bucket's reduction, as in plain DDP, so that ranks agree whatever
+        one of them did to its gradient.  For reductions in a type that holds every value of the masters' type."""
     def of_other_type(self, bucket: int) -> list[int]:
         """Rows whose stash was set by the user and has another element type than the parameter had at construction."""
     def set_stash(self, row: int, tensor: Tensor) -> None:
         """``tensor`` takes the place of what was set aside."""
     def without_base(self, bucket: int) -> list[int]:
-        """Rows that fired and whose stash is synced.  Before accumulate() adds to such a stash it needs a base."""
+        """Rows that fired, whose stash is synced and takes no part in the reduction.  Before accumulate() adds to such a stash it
+        needs a base."""
     def base(self, row: int) -> Tensor | None:
         """What set_base() gave, until the next hand_over() or until ``.grad`` is found to be another object."""
     def set_base(self, row: int, tensor: Tensor) -> None:
@@ -172,8 +178,8 @@ class Gradients:
     def hand_over(
         self, bucket: int, reduced: Tensor, views: Sequence[Tensor] | None, divisor: float, used: bytes | None
     ) -> list[int]:
-        """After a reduction: ``.grad`` of every row becomes its stash (local: overwritten by, synced: increased by,
-        reduced / divisor) or, where nothing was set aside, ``views[k]`` (k: position in the bucket), which is filled unless
+        """After a reduction: ``.grad`` of every row becomes its stash (overwritten by reduced / divisor where it took
+        part in the reduction, else increased by it) or, where nothing was set aside, ``views[k]`` (k: position in the bucket), which is filled unless
         it already is that part of ``reduced``.  Views are of one tensor, so that they share its version counter; a tuple is not
         copied.  used[row] == 0: ``.grad`` becomes what it was before begin().  Parameters must be
         masters.  What is handed over is `synced` from now on."""

@@ -67,9 +67,16 @@ class PackedBucket:
         self.device = self.params[0].device
         self.master_dtype = self.params[0].dtype
         self.numel = sum(p.numel() for p in self.params)
-        self.gradients: _C.Gradients  # set by the reducer, with this bucket's number there
-        self.local = 0
+        self.gradients: _C.Gradients  # see watched_by()
+        self.local = 0  # this bucket's number there
         self._full: _Full | None = None
+
+    def watched_by(self, gradients: _C.Gradients, local: int) -> None:
+        """What follows this bucket's gradients, and its number there."""
+        self.gradients, self.local = gradients, local
+        reduced_in = self.reduce_dtype or self.master_dtype
+        if torch.promote_types(reduced_in, self.master_dtype) is reduced_in:  # no bit of an earlier gradient is lost there
+            gradients.reduce_whole(local)
 
     def contribution(self, dtype: torch.dtype | None, divisor: float) -> torch.Tensor:
         dtype = dtype or self.master_dtype
@@ -162,7 +169,7 @@ class PackedBucket:
             grad = value.to(self.master_dtype, copy=True)
         elif synced and base is not None:
             torch.add(base, value, out=grad.data)  # .data: version counters say what others wrote, and may be shared
-        elif synced and self.gradients.is_local(row):
+        elif synced and self.gradients.reduces_stash(row):
             grad.data.copy_(value)
         else:
             grad.data.add_(value)
@@ -174,9 +181,9 @@ class PackedBucket:
         return stash
 
     def _own_part(self, row: int) -> torch.Tensor | None:
-        """What is set aside for the row on this rank and is not on all others."""
+        """What is set aside for the row on this rank and takes part in the reduction."""
         stash, base = self.gradients.stash(row), self.gradients.base(row)
-        if stash is None or not self.gradients.is_local(row):
+        if stash is None or not self.gradients.reduces_stash(row):
             return None
         return stash if base is None else stash - base
 

@@ -24,6 +24,8 @@ class LooseGradients:
         self.name = entry.name
         self.sparse = entry.sparse
         self._dtype = entry.param.dtype  # the master's
+        wire = self._wire(reduce_dtype)
+        self._whole = torch.promote_types(wire, self._dtype) is wire  # see _C.Gradients.reduce_whole()
         self.on_first: Callable[[int], None]  # set by the reducer
         self.on_ready: Callable[[int], None]
         self.on_error: Callable[[], None]
@@ -134,8 +136,10 @@ class LooseGradients:
         return self._stash is not None and self._stash is not self._base
 
     def _own_part(self) -> torch.Tensor | None:
-        """What is set aside and is not on all other ranks."""
-        if self._stash is None or not self._has_own_part():
+        """What is set aside and takes part in the reduction."""
+        if self._whole or self._stash is None:
+            return self._stash
+        if not self._has_own_part():
             return None
         return self._stash if self._base is None else self._stash - self._base
 
@@ -148,7 +152,7 @@ class LooseGradients:
         value = self.split(reduced)[0].to(param.dtype)  # before the division: it is rounded once
         if divisor != 1:
             value = value / divisor
-        param.grad = value if stash is None or self._base is None else self._base + value
+        param.grad = value if stash is None or self._base is None or self._whole else self._base + value
         self._left = self._base = param.grad
         self._version = param.grad._version
 

@@ -74,7 +74,7 @@ def patch(ddp: DDP, *more: NoReturn, mixed_precision: _MixedPrecision | None = N
     chosen = options or Options()
     _require_something(validate_precision(precision), chosen)
     native.refuse_unsupported(ddp)
-    _require_idle("ddp_mp.patch", is_called(ddp) or is_called(ddp.module))
+    _require_idle("ddp_mp.patch", is_called(ddp.module))
     _warn_of_idle_options(precision, chosen)
     with _taking_over(ddp):
         if chosen.hooks == "root":

@@ -114,7 +114,7 @@ class Reducer:
         )
         found.append(gradients)
         for k, bucket in enumerate(group):
-            bucket.gradients, bucket.local = gradients, k
+            bucket.watched_by(gradients, k)
         return gradients, list(group)
 
     def _callbacks(

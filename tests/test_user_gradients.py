@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -54,6 +55,34 @@ def test_written_differently_by_rank_is_averaged_with_the_next_gradient(rank: Ra
             step(ddp, 16)
     step(ddp, 2)
     assert set(model.weight.grad.flatten().tolist()) == {1 + 4 + 2 + 16 * local}
+
+
+ON_ONE_RANK: dict[str, Callable[[Any, nn.Parameter], Any]] = {
+    "cleared": lambda rank, param: rank.index == 0 and setattr(param, "grad", None),
+    "zeroed": lambda rank, param: rank.index == 0 and param.grad.zero_(),
+    "scaled": lambda rank, param: rank.index == 0 and param.grad.mul_(0.5),
+    "replaced": lambda rank, param: rank.index == 0 and setattr(param, "grad", param.grad * 0.5),
+    "scaled unseen": lambda rank, param: rank.index == 0 and param.grad.data.mul_(0.5),  # by no version counter
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("make", [scalar, gapped])
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("change", ON_ONE_RANK)
+def test_changed_on_one_rank_only_between_two_reductions_equals_ddp(rank: Rank, make: Any, local: bool, change: str) -> None:
+    found = []
+    for model, wrap in ((scalar(), DistributedDataParallel), (make(), patched)):
+        ddp = wrap(model)
+        step(ddp, 1 + rank.index)
+        ON_ONE_RANK[change](rank, model.weight)
+        if local:
+            with ddp.no_sync():
+                step(ddp, 16)
+        step(ddp, 2 + rank.index)
+        found.append(set(model.weight.grad.flatten().tolist()))
+    assert found[0] == found[1]
+    same_on_all_ranks(model)
 
 
 @on_ranks(2)
