@@ -1161,8 +1161,9 @@ def test_install_with_precision_unpatched_model_is_in_full_precision(rank: Rank)
 def test_install_validates_before_the_wrapper_is_built(rank: Rank) -> None:
     with pytest.raises(TypeError, match="mixed_precision"):
         ddp_mp.install(mixed_precision=BF16)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="Options"):
-        ddp_mp.install("all")  # type: ignore[arg-type]
+    for options in ("all", {}, 0, False):
+        with pytest.raises(TypeError, match="Options"):
+            ddp_mp.install(options)  # type: ignore[arg-type]
     with ddp_mp.install(), pytest.raises(TypeError, match="mixed_precision"):
         DistributedDataParallel(scalar(), mixed_precision="bf16")
 
