@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, NoReturn, TypeVar
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
@@ -78,7 +79,8 @@ def patch(ddp: DDP, *more: NoReturn, mixed_precision: _MixedPrecision | None = N
     _warn_of_idle_options(precision, chosen)
     with _taking_over(ddp):
         if chosen.hooks == "root":
-            RootModel.install(ddp, precision, chosen)
+            with torch.inference_mode(False):  # as in _equip_again
+                RootModel.install(ddp, precision, chosen)
             logger.info("patched the root hook of %s: %s, %s", type(ddp.module).__name__, precision, chosen)
         else:
             _patch_all(ddp, precision, chosen)
@@ -277,11 +279,12 @@ def _equip_again(ddp: Any, precision: _MixedPrecision | None, hook: tuple[Any, A
     """PyTorch's own reducer again, with the user's communication hook or else PyTorch's mixed precision."""
     ddp.mixed_precision = precision if hook is None else None
     ddp._comm_hooks = []
-    native.equip(ddp)
-    if hook is not None:
-        ddp.register_comm_hook(hook[1], hook[0])
-    elif precision is not None:
-        native.equip_mixed_precision(ddp)
+    with torch.inference_mode(False):  # tensors made in it could not be written in training
+        native.equip(ddp)
+        if hook is not None:
+            ddp.register_comm_hook(hook[1], hook[0])
+        elif precision is not None:
+            native.equip_mixed_precision(ddp)
 
 
 def is_patched(ddp: Any) -> bool:

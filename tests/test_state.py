@@ -591,6 +591,28 @@ def test_unpatch_at_any_time_leaves_an_ordinary_model_that_trains(rank: Rank, mo
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("what", ["unpatch", "patch that fails"])
+def test_unpatch_in_inference_mode_leaves_an_ordinary_model_that_trains(rank: Rank, what: str) -> None:
+    ddp = DistributedDataParallel(scalar())
+    with torch.inference_mode():
+        if what == "unpatch":
+            ddp_mp.patch(ddp, mixed_precision=MIXED)
+            assert ddp(column(3)).dtype is BF16
+            ddp_mp.unpatch(ddp)
+        else:
+            with pytest.raises(ValueError, match="matches no module"):
+                ddp_mp.patch(ddp, mixed_precision=MIXED, options=ddp_mp.Options(full_precision_modules=("none",)))
+    assert not ddp_mp.is_patched(ddp)
+    for _ in range(3):
+        ddp(column(rank.index + 1)).sum().backward()
+        assert ddp.module.weight.grad.item() == 1.5
+        ddp.zero_grad()
+    ddp_mp.patch(ddp, mixed_precision=MIXED)
+    ddp(column(rank.index + 1)).sum().backward()
+    assert ddp.module.weight.grad.item() == 1.5
+
+
+@on_ranks(2)
 def test_unpatch_after_forward_makes_its_backward_an_error(rank: Rank) -> None:
     trial = Trial(rank, scalar(), how="later")
     weight = trial.module.weight
