@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 import torch
 from modules import Luck, Two, column, mlp, no_luck, scalar, vectors
-from oracle import BF16, F32, FP16, Trial, mean_square, require_same, square_step
+from oracle import BF16, F32, FP16, Oracle, Trial, mean_square, require_same, square_step
 from ranks import Rank, on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.modules import module as of_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
+from torch.nn.utils import parametrize, prune
 from torch.optim import optimizer as of_optimizer
 
 import ddp_mp
@@ -364,6 +365,50 @@ def test_parameter_added_can_be_evaluated_and_is_an_error_once_it_would_be_train
         "1.weight": True,
         "1.bias": True,
     }
+
+
+def follow(trial: Trial, act: Callable[[nn.Module], Any]) -> None:
+    """Does the same to the model and to its oracle, which is made anew: it goes by the names of the parameters."""
+    with torch.no_grad():  # what a parameter is computed from is no graph then, which could not be copied
+        act(trial.module)
+        act(trial.oracle.module)
+    trial.oracle = Oracle(trial.oracle.module, trial.rank.size, trial.precision)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("wrapping", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_parameter_that_is_pruned_has_another_name_and_is_trained(rank: Rank, wrapping: dict[str, Any]) -> None:
+    trial = Trial(rank, mlp(), **wrapping).train(vectors())
+    weight, computed_in = trial.module[0].weight, set()
+    handle = trial.module[0].register_forward_hook(lambda m, *_: computed_in.add((m.weight_orig.dtype, m.weight.dtype)))
+    for times in (1, 2):
+        follow(trial, lambda module: prune.l1_unstructured(module[0], "weight", 16))
+        assert trial.module[0].weight_orig is weight
+        assert int((trial.module[0].weight_mask == 0).sum()) == 16 * times
+        trial.train(vectors(), seed=100 * times)
+    assert computed_in == {(BF16, BF16)}
+    handle.remove()
+    follow(trial, lambda module: prune.remove(module[0], "weight"))
+    assert trial.module[0].weight is weight
+    assert int((weight == 0).sum()) == 32
+    trial.train(vectors(), seed=300)
+    assert ddp_mp.stats(trial.ddp).parameters == 4
+
+
+class Doubled(nn.Module):
+    """What a weight is computed by."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+@on_ranks(2)
+def test_parameter_that_is_parametrised_has_another_name_and_is_trained(rank: Rank) -> None:
+    trial = Trial(rank, mlp()).train(vectors())
+    follow(trial, lambda module: parametrize.register_parametrization(module[0], "weight", Doubled()))
+    trial.train(vectors(), seed=100)
+    follow(trial, lambda module: parametrize.remove_parametrizations(module[0], "weight"))
+    trial.train(vectors(), seed=200)
 
 
 @on_ranks(2)
