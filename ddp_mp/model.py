@@ -304,6 +304,6 @@ class PatchedModel:
 
 
 def model_of(ddp: Any) -> PatchedModel | None:
-    """The patched model of a wrapper, or None."""
-    found = getattr(ddp, "__dict__", {}).get("_ddp_mp")
+    """The patched model of a wrapper, which may be compiled, or None."""
+    found = getattr(native.uncompiled(ddp), "__dict__", {}).get("_ddp_mp")
     return found if isinstance(found, PatchedModel) else None
