@@ -109,7 +109,7 @@ class PackedBucket:
         for row in self.gradients.accumulate(self.local, self._views()):
             grad = self.params[self.gradients.position(row)].grad
             assert grad is not None
-            self._settle_slowly(row, grad, synced=False)
+            self._settle_slowly(row, grad.to(self.master_dtype).to_dense(), synced=False)
 
     def zeros(self, dtype: torch.dtype | None) -> torch.Tensor:
         return torch.zeros(self.numel, dtype=dtype or self.master_dtype, device=self.device)
@@ -155,7 +155,7 @@ class PackedBucket:
             position = self.gradients.position(row)
             param = self.params[position]
             wide = torch.float64 if self.master_dtype is torch.float64 else torch.float32
-            value = torch.zeros_like(param, dtype=wide) if param.grad is None else param.grad.to(wide)
+            value = torch.zeros_like(param, dtype=wide) if param.grad is None else param.grad.to(wide).to_dense()
             own = self._own_part(row)
             if own is not None:
                 value = value + own

@@ -118,7 +118,7 @@ def install(options: Options | None = None, *, mixed_precision: _MixedPrecision 
     Raises:
         TypeError: ``options`` is not :class:`Options`, or ``mixed_precision`` not :class:`MixedPrecision`.
     """
-    chosen = options or Options()
+    chosen = Options() if options is None else options
     if not isinstance(chosen, Options):
         raise TypeError(f"ddp_mp.install: options: expected ddp_mp.Options, found {type(options).__name__}")
     if mixed_precision is not None:

@@ -2,6 +2,10 @@
 
 Each is a bucket of its own and goes through PyTorch's operations.  The class has the face of a bucket (``ddp_mp.buckets``) and
 that of ``_C.Gradients``, for its one row.
+
+All ranks must bring tensors of one form, or the process group aborts or hangs.  What form that is follows from the parameter
+alone: one that an embedding has said to be sparse is reduced as rows of an index, as ``nn.Embedding`` makes its gradients, and
+any other as a dense tensor.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ class LooseGradients:
         self._early = False
         self._fired = False
         self._empty = False  # it fired, and there was no gradient
+        self._strided = False  # this rank's part of the reduction under way was a dense tensor
         self._launched = False
         self._stash: torch.Tensor | None = None
         self._left: torch.Tensor | None = None  # what we left in ``.grad``
@@ -122,14 +127,24 @@ class LooseGradients:
         wide = torch.promote_types(wire, self._dtype)  # of what is added up: it is rounded once, at the end
         total = self._own_part()
         if grad is not None:
-            grad = grad.to(wide)  # before equal indices are summed
+            grad = _by_rows(grad.to(wide))  # before equal indices are summed
             grad = grad.coalesce() if grad.is_sparse else grad
-            total = grad if total is None else total + grad
+            total = grad if total is None else _sum(total, grad)
+        self._strided = total is not None and not total.is_sparse
         if total is None:
             return self.zeros(dtype)
         if divisor != 1:
             total = total / divisor
+        total = self._as_all_ranks(total)
         return total.coalesce().to(wire) if total.is_sparse else total.to(wire, copy=True).contiguous().view(-1)
+
+    def _as_all_ranks(self, total: torch.Tensor) -> torch.Tensor:
+        """In the form that other ranks bring, which may have gradients of another one, or none."""
+        if not self.sparse:
+            return total.to_dense()
+        if total.is_sparse or total.device.type != "cpu":
+            return total  # on a GPU a dense one stays: NCCL reduces no sparse tensors, so that no rank brings one
+        return total.to_sparse(1)
 
     def _has_own_part(self) -> bool:
         """Whether more is set aside than all ranks have."""
@@ -141,7 +156,7 @@ class LooseGradients:
             return self._stash
         if not self._has_own_part():
             return None
-        return self._stash if self._base is None else self._stash - self._base
+        return self._stash if self._base is None else _sum(self._stash, -self._base)
 
     def settle(self, reduced: torch.Tensor, divisor: float, used: bytes | None) -> None:
         param = self.params[0]
@@ -150,9 +165,11 @@ class LooseGradients:
             param.grad = stash
             return
         value = self.split(reduced)[0].to(param.dtype)  # before the division: it is rounded once
+        if self._strided:
+            value = value.to_dense()  # as autograd would have left it: many optimizers take no other
         if divisor != 1:
             value = value / divisor
-        param.grad = value if stash is None or self._base is None or self._whole else self._base + value
+        param.grad = value if stash is None or self._base is None or self._whole else _sum(self._base, value)
         self._left = self._base = param.grad
         self._version = param.grad._version
 
@@ -163,15 +180,17 @@ class LooseGradients:
         if grad is None:
             param.grad = stash
             return
-        value = grad.to(param.dtype)
+        value = _by_rows(grad.to(param.dtype))
         param.grad = None
-        param.grad = value if stash is None else stash + value  # the base stays: nothing is added in place
+        param.grad = value if stash is None else _sum(stash, value)  # the base stays: nothing is added in place
         self._left, self._version = param.grad, param.grad._version
 
     def zeros(self, dtype: torch.dtype | None) -> torch.Tensor:
         param = self.params[0]
         if self.sparse:
-            return torch.zeros(param.shape, dtype=self._wire(dtype), device=param.device, layout=torch.sparse_coo)
+            rows = torch.empty((1, 0), dtype=torch.int64, device=param.device)
+            values = torch.empty((0, *param.shape[1:]), dtype=self._wire(dtype), device=param.device)
+            return torch.sparse_coo_tensor(rows, values, param.shape, check_invariants=False)
         return torch.zeros(param.numel(), dtype=self._wire(dtype), device=param.device)
 
     def _wire(self, dtype: torch.dtype | None) -> torch.dtype:
@@ -181,7 +200,7 @@ class LooseGradients:
 
     def check_stashes(self) -> None:
         if self._stash is not None:
-            self._stash = self._stash.to(self._dtype)
+            self._stash = _by_rows(self._stash.to(self._dtype))
 
     def check_reduced(self, reduced: torch.Tensor) -> None:
         param = self.params[0]
@@ -196,3 +215,15 @@ class LooseGradients:
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return [flat if flat.is_sparse else flat.view(self.params[0].shape)]
+
+
+def _by_rows(grad: torch.Tensor) -> torch.Tensor:
+    """A sparse tensor with an index of rows, as ``nn.Embedding`` makes them: only such are added up.  A dense one as it is."""
+    if not grad.is_sparse or grad.sparse_dim() == 1:
+        return grad
+    return grad.to_dense().to_sparse(1)
+
+
+def _sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a + b, each sparse or dense: PyTorch wants the dense one first."""
+    return b + a if a.is_sparse and not b.is_sparse else a + b

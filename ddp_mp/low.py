@@ -70,9 +70,9 @@ class _Arenas:
                 return False  # resizable: numpy, for one, marks memory that it looked at
             if self._on_host and storage.is_shared():
                 return False  # another process may map it
+        self.allocated = False  # first: an interrupt may leave some of it freed, and the next use then allocates all
         for resize, _ in self._resize:
             resize(0)
-        self.allocated = False
         return True
 
 

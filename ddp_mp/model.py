@@ -268,10 +268,12 @@ class PatchedModel:
         return any(isinstance(p, torch.Tensor) and not isinstance(p, nn.Parameter) for p in present)
 
     def _check_same_model(self, rows: list[Managed]) -> None:
-        known = {row.name: row for row in self.rows if id(row.param) not in self._added}
-        self._added = {id(row.param) for row in rows if row.name not in known and row.param.requires_grad}
-        for row in rows:
-            old = known.get(row.name)
+        known = [row for row in self.rows if id(row.param) not in self._added]
+        by_id = {id(row.param): row for row in known}  # under another name, as when it is pruned or parametrised
+        by_name = {row.name: row for row in known}
+        before = [by_id.get(id(row.param)) or by_name.get(row.name) for row in rows]
+        self._added = {id(r.param) for r, old in zip(rows, before, strict=True) if old is None and r.param.requires_grad}
+        for row, old in zip(rows, before, strict=True):
             if id(row.param) in self._added and torch.is_grad_enabled():
                 raise RuntimeError(
                     f"parameter {row.name!r} was added after DistributedDataParallel was built, so that its gradient would "
@@ -302,6 +304,6 @@ class PatchedModel:
 
 
 def model_of(ddp: Any) -> PatchedModel | None:
-    """The patched model of a wrapper, or None."""
-    found = getattr(ddp, "__dict__", {}).get("_ddp_mp")
+    """The patched model of a wrapper, which may be compiled, or None."""
+    found = getattr(native.uncompiled(ddp), "__dict__", {}).get("_ddp_mp")
     return found if isinstance(found, PatchedModel) else None

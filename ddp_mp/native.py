@@ -24,6 +24,13 @@ _PARAM_ATTRIBUTES = ("_mp_param", "_fp_param", "_ddp_mp_hook_state", "_idx")
 _DDP_ATTRIBUTES = ("_mp_stream", "_submodule_to_event")
 
 
+def uncompiled(ddp: Any) -> Any:
+    """What ``torch.compile`` was given, of the module that it returned; any other object as it is."""
+    while isinstance(ddp, nn.Module) and "_orig_mod" in ddp.__dict__.get("_modules", {}):
+        ddp = ddp._modules["_orig_mod"]
+    return ddp
+
+
 def refuse_unsupported(ddp: DistributedDataParallel) -> None:
     """Raises RuntimeError, with what clashes and what to do, for a model that we would not train right."""
     if getattr(ddp, "_use_python_reducer", False):

@@ -24,7 +24,7 @@ class Managed:
     name: str
     param: nn.Parameter
     sites: list[tuple[dict[str, Any], str]] = field(default_factory=list)
-    sparse: bool = False  # its gradient is a sparse tensor (nn.Embedding(sparse=True))
+    sparse: bool = False  # its gradient is a sparse tensor (nn.Embedding(sparse=True)), unless it is used otherwise too
     full: bool = False  # belongs to a module that stays in full precision: not cast
     own_reduction: bool = False  # its gradient is reduced in its own type, whatever that of others is
 
@@ -84,9 +84,9 @@ def managed_parameters(module: nn.Module, ignored: set[str]) -> list[Managed]:
                 continue  # a tensor that stands in for a parameter, as functional_call puts it there
             entry = found.setdefault(id(param), Managed(name, param))
             entry.sites.append((owner._parameters, key))
-            entry.sparse = entry.sparse or (
-                isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and bool(owner.sparse) and key == "weight"
-            )
+            sparse = isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and bool(owner.sparse) and key == "weight"
+            # tied to a layer whose gradients are dense it has dense ones, or sparse ones where only the embedding is used
+            entry.sparse = sparse and (entry.sparse or len(entry.sites) == 1)
     return list(found.values())
 
 

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, NoReturn, TypeVar
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
@@ -32,6 +33,7 @@ def patch(ddp: DDP, *more: NoReturn, mixed_precision: _MixedPrecision | None = N
 
     Args:
         ddp: a ``DistributedDataParallel`` model, at any time: new, between iterations, with or without ``mixed_precision=``.
+            This function and all others take what ``torch.compile`` made of it for the model.
         mixed_precision: the precisions, for a model that was built without them or should get others.
         options: see :class:`Options`.
 
@@ -53,6 +55,7 @@ def patch(ddp: DDP, *more: NoReturn, mixed_precision: _MixedPrecision | None = N
         ddp = DistributedDataParallel(module)
         ddp_mp.patch(ddp, mixed_precision=ddp_mp.MixedPrecision(torch.bfloat16, torch.float32))
     """
+    given, ddp = ddp, native.uncompiled(ddp)
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(f"ddp_mp.patch: expected a DistributedDataParallel model, found {type(ddp).__name__}")
     if more:
@@ -64,7 +67,7 @@ def patch(ddp: DDP, *more: NoReturn, mixed_precision: _MixedPrecision | None = N
     present = _patched(ddp)
     if present is not None:
         _require_same(present, mixed_precision, options)
-        return ddp
+        return given
     precision = mixed_precision if mixed_precision is not None else ddp.mixed_precision
     if precision is None:
         raise ValueError(
@@ -78,11 +81,12 @@ def patch(ddp: DDP, *more: NoReturn, mixed_precision: _MixedPrecision | None = N
     _warn_of_idle_options(precision, chosen)
     with _taking_over(ddp):
         if chosen.hooks == "root":
-            RootModel.install(ddp, precision, chosen)
+            with torch.inference_mode(False):  # as in _equip_again
+                RootModel.install(ddp, precision, chosen)
             logger.info("patched the root hook of %s: %s, %s", type(ddp.module).__name__, precision, chosen)
         else:
             _patch_all(ddp, precision, chosen)
-    return ddp
+    return given
 
 
 def _require_something(precision: _MixedPrecision, options: Options) -> None:
@@ -238,7 +242,7 @@ def _getstate(model: PatchedModel) -> Any:
 
 
 def unpatch(ddp: DDP) -> DDP:
-    """PyTorch's own hooks again, with masters in place; a model that is not patched is left as it is.
+    """PyTorch's own hooks again, with masters in place; a model that is not patched is left as it is.  Compiled or not.
 
     A model that was built with ``mixed_precision=`` has PyTorch's mixed precision afterwards; one that got it from
     :func:`patch` is an ordinary full-precision model again.  Buffers keep the type they have.  A communication hook of the
@@ -250,22 +254,23 @@ def unpatch(ddp: DDP) -> DDP:
     Raises:
         RuntimeError: a forward or backward of the model is under way.
     """
+    given, ddp = ddp, native.uncompiled(ddp)
     root = root_of(ddp)
     if root is not None:
         _require_idle("ddp_mp.unpatch", root.in_backward or root.in_forward)
         root.uninstall(ddp)
         logger.info("unpatched %s", type(ddp.module).__name__)
-        return ddp
+        return given
     model = model_of(ddp)
     if model is None:
-        return ddp
+        return given
     _require_idle("ddp_mp.unpatch", model.in_backward or model.in_forward)
     _detach(model)
     model.overrides.remove()
     del ddp.__dict__["_ddp_mp"]
     _equip_again(ddp, model.built_with, model.comm.hook)
     logger.info("unpatched %s; it has %s again", type(ddp.module).__name__, ddp.mixed_precision or "no mixed precision")
-    return ddp
+    return given
 
 
 def _require_idle(what: str, busy: bool) -> None:
@@ -277,15 +282,19 @@ def _equip_again(ddp: Any, precision: _MixedPrecision | None, hook: tuple[Any, A
     """PyTorch's own reducer again, with the user's communication hook or else PyTorch's mixed precision."""
     ddp.mixed_precision = precision if hook is None else None
     ddp._comm_hooks = []
-    native.equip(ddp)
-    if hook is not None:
-        ddp.register_comm_hook(hook[1], hook[0])
-    elif precision is not None:
-        native.equip_mixed_precision(ddp)
+    with torch.inference_mode(False):  # tensors made in it could not be written in training
+        native.equip(ddp)
+        if hook is not None:
+            ddp.register_comm_hook(hook[1], hook[0])
+        elif precision is not None:
+            native.equip_mixed_precision(ddp)
 
 
 def is_patched(ddp: Any) -> bool:
-    """Whether :func:`patch` is in force on ``ddp``, which may be any object: False for what is not a patched model."""
+    """Whether :func:`patch` is in force on ``ddp``, which may be any object: False for what is not a patched model.
+
+    A model that ``torch.compile`` made of a patched one is patched too.
+    """
     return _patched(ddp) is not None
 
 
@@ -311,6 +320,7 @@ def _fields(precision: _MixedPrecision) -> tuple[Any, Any, Any]:
 def full_precision(ddp: DistributedDataParallel) -> Iterator[None]:
     """Context manager: inside, every parameter is its full-precision master, whatever the state before.
 
+    ``ddp`` may be compiled.
     Only needed between a forward and its backward; at other times, and for a model that is not patched, nothing happens.
     The masters are the optimizer's own memory, in their own type and on their own device, and may be written.  A backward that
     comes later for an earlier forward switches to its copies again by itself.  A forward inside makes them copies again, until
@@ -335,7 +345,7 @@ def masters_changed(ddp: DistributedDataParallel) -> None:
 
     Needed only when that happens between a forward and the next one without anything that puts masters in place in between
     (an optimizer step, loading, ``full_precision``), or with ``Options.prefetch`` or ``Options.reuse_unchanged``.  Local and
-    cheap: nothing is cast before the next forward.
+    cheap: nothing is cast before the next forward.  ``ddp`` may be compiled.
 
     Raises:
         ValueError: the model is not patched.

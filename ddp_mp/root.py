@@ -246,6 +246,6 @@ def _owns_storage(row: Managed) -> bool:
 
 
 def root_of(ddp: Any) -> RootModel | None:
-    """The root hook of a wrapper, or None."""
-    found = getattr(ddp, "__dict__", {}).get("_ddp_mp_root")
+    """The root hook of a wrapper, which may be compiled, or None."""
+    found = getattr(native.uncompiled(ddp), "__dict__", {}).get("_ddp_mp_root")
     return found if isinstance(found, RootModel) else None

@@ -65,7 +65,7 @@ def _shown(value: Any) -> str:
 
 
 def stats(ddp: Any) -> Stats:
-    """The counters of a patched model, of this rank.
+    """The counters of a patched model, which may be compiled, of this rank.
 
     Reads numbers that are there already: no collective, no device is waited for.  May be called at any time.
 

@@ -399,6 +399,22 @@ def test_join_with_unused_parameters_and_buffers_ends_with_equal_ranks(rank: Ran
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize("dense", [False, True])
+def test_join_with_a_sparse_gradient_counts_ranks_without_input_as_zeros(rank: Rank, unused: bool, dense: bool) -> None:
+    model = nn.Embedding(3, 2, sparse=True)
+    trial = Trial(rank, model, how="later", find_unused_parameters=unused)
+    seen = []
+    with trial.ddp.join():
+        for _ in range(1 + 2 * rank.index):
+            words = torch.tensor([0, 2, 2]) if rank.index else torch.tensor([0, 1])
+            (trial.ddp(words).sum() + (model.weight[words].sum() if dense else 0)).backward()
+            seen.append((model.weight.grad.to_dense() / (1 + dense)).mean(1).tolist())
+            trial.zero_grad()
+    assert rank.gather(seen) == [[[1.0, 0.5, 1.0]], [[1.0, 0.5, 1.0], [0.5, 0.0, 1.0], [0.5, 0.0, 1.0]]]
+
+
+@on_ranks(2)
 def test_join_with_a_hook_of_the_user_equals_it_without(rank: Rank) -> None:
     trial = Trial(rank, scalar())
     trial.ddp.register_comm_hook(None, default_hooks.allreduce_hook)

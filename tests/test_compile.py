@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from modules import mlp, vectors
-from oracle import BF16, Trial, mean_square, require_same, square_step
+from modules import column, mlp, scalar, vectors
+from oracle import BF16, F32, Trial, mean_square, require_same, square_step
 from ranks import Rank, on_ranks
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_mp
@@ -49,6 +50,36 @@ def test_compile_with_the_eager_backend_equals_oracle(rank: Rank, order: str) ->
         trial.oracle_step(theirs)
         optimizer.zero_grad()
         trial.oracle.zero_grad()
+    torch._dynamo.reset()
+
+
+@on_ranks(2)
+def test_compiled_wrapper_is_taken_for_the_wrapper_by_every_function(rank: Rank) -> None:
+    ddp = DistributedDataParallel(scalar())
+    compiled: Any = torch.compile(ddp, backend="eager")
+    precision = ddp_mp.MixedPrecision(BF16, F32)
+    assert not any(map(ddp_mp.is_patched, (compiled, nn.Module.__new__(nn.Module), None)))
+    assert ddp_mp.patch(compiled, mixed_precision=precision) is compiled
+    assert ddp_mp.patch(compiled, mixed_precision=precision) is compiled  # it is patched already
+    assert ddp_mp.is_patched(compiled)
+    assert ddp_mp.is_patched(ddp)
+    output = compiled(column(rank.index + 1))
+    assert output.dtype is BF16
+    with ddp_mp.full_precision(compiled):
+        assert ddp.module.weight.dtype is F32
+    output.sum().backward()
+    assert ddp.module.weight.grad.item() == 1.5
+    ddp_mp.masters_changed(compiled)
+    assert ddp_mp.stats(compiled) == ddp_mp.stats(ddp)
+    assert ddp_mp.unpatch(compiled) is compiled
+    assert ddp_mp.unpatch(compiled) is compiled
+    assert not ddp_mp.is_patched(ddp)
+    for function in (ddp_mp.stats, ddp_mp.masters_changed):
+        with pytest.raises(ValueError, match="not patched"):
+            function(compiled)
+    assert compiled(column(1)).dtype is F32
+    with pytest.raises(TypeError, match="expected a DistributedDataParallel model, found Linear"):
+        ddp_mp.patch(torch.compile(scalar(), backend="eager"), mixed_precision=precision)  # type: ignore[type-var]
     torch._dynamo.reset()
 
 

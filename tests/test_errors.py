@@ -123,6 +123,30 @@ def test_error_while_another_is_handled_does_not_confuse_a_forward(rank: Rank) -
         trial.zero_grad()
 
 
+@on_ranks(1)
+@pytest.mark.parametrize("place", [0, 1])
+def test_interrupt_while_memory_of_copies_is_given_back_leaves_masters_and_the_retry_equals_oracle(
+    rank: Rank, place: int
+) -> None:
+    trial = Trial(rank, mlp(), options={"first_bucket_mb": 1e-6, "bucket_mb": 1e-6})
+    trial.train(vectors())
+    (arenas,) = trial.ddp.__dict__["_ddp_mp"].low.copies.arenas
+    assert not arenas.allocated
+    resize, nbytes = arenas._resize[place]
+
+    def interrupted(size: int) -> None:
+        resize(size)
+        if size == 0:
+            arenas._resize[place] = resize, nbytes
+            raise KeyboardInterrupt
+
+    arenas._resize[place] = interrupted, nbytes
+    with pytest.raises(KeyboardInterrupt), torch.no_grad():
+        trial.ddp(torch.randn(4, 8))
+    trial.check()
+    trial.train(vectors())
+
+
 @on_ranks(2)
 def test_optimizer_step_inside_a_backward_is_refused(rank: Rank) -> None:
     model = mlp()

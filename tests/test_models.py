@@ -407,6 +407,61 @@ def test_sparse_embedding_with_sparse_adam_trains_the_same_on_all_ranks(rank: Ra
     assert not torch.equal(start, weights[0])
 
 
+class ByElements(torch.autograd.Function):
+    """Hands the parameter on; its gradient is a sparse tensor whose index is of elements, not of rows."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad.to_sparse()
+
+
+class Looked(nn.Module):
+    """Words are looked up in one of several ways, each with another form of gradient, or not at all."""
+
+    WAYS = ("rows", "elements", "dense", "unused")
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embed, self.inner = nn.Embedding(12, 8, sparse=True), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 12, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, words: torch.Tensor, way: str) -> torch.Tensor:
+        weight = self.embed.weight
+        if way == "unused":
+            found = self.inner.weight
+        elif way == "rows":
+            found = self.embed(words)
+        else:
+            found = (ByElements.apply(weight) if way == "elements" and self.embed.sparse else weight)[words]
+        return self.head(self.inner(found)) if way == "dense" else self.inner(found)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("tied", [False, True])
+def test_sparse_gradients_of_other_forms_on_other_ranks_equal_dense_oracle(rank: Rank, tied: bool) -> None:
+    trial = Trial(rank, Looked(tied), how="later", find_unused_parameters=True)
+    trial.oracle.module.embed.sparse = False
+    for seed, ways in enumerate(itertools.product(Looked.WAYS, repeat=2)):
+        for sync in (False, True, True):
+            inputs = rank.inputs(lambda: torch.randperm(12)[:6].view(2, 3), seed)
+            trial.backward(square_step, list(zip(inputs, ways, strict=True)), sync)
+            trial.check()
+        trial.zero_grad()
+        trial.backward(square_step, list(zip(inputs, ways, strict=True)))
+        trial.check()
+        grad, way = trial.module.embed.weight.grad, ways[rank.index]
+        if grad is not None and not tied and way != "unused":
+            assert grad.is_sparse == (way != "dense"), "as autograd left it on this rank"
+        if seed % 3:
+            trial.zero_grad()
+
+
 # --- outputs -------------------------------------------------------------------------------------------------------------
 
 

@@ -84,6 +84,23 @@ def test_root_training_equals_oracle_from_the_second_iteration_on(rank: Rank, ho
 
 
 @on_ranks(2)
+def test_root_patched_and_unpatched_in_inference_mode_trains(rank: Rank) -> None:
+    with idle_device():
+        ddp = DistributedDataParallel(mlp())
+        for patching in (True, False):
+            with torch.inference_mode():
+                if patching:
+                    ddp_mp.patch(ddp, mixed_precision=MIXED, options=ddp_mp.Options(hooks="root"))
+                else:
+                    ddp_mp.unpatch(ddp)
+            for _ in range(2):
+                output = ddp(torch.randn(4, 8))
+                assert output.dtype is BF16  # unpatched it has PyTorch's own, which was set up for our hook
+                output.float().sum().backward()
+                ddp.zero_grad()
+
+
+@on_ranks(2)
 def test_root_low_precision_memory_is_that_of_each_parameter_and_is_given_back(rank: Rank) -> None:
     with idle_device():
         trial = Trial(rank, mlp(), options={"hooks": "root"})

@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 import torch
 from modules import Luck, Two, column, mlp, no_luck, scalar, vectors
-from oracle import BF16, F32, FP16, Trial, mean_square, require_same, square_step
+from oracle import BF16, F32, FP16, Oracle, Trial, mean_square, require_same, square_step
 from ranks import Rank, on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.modules import module as of_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
+from torch.nn.utils import parametrize, prune
 from torch.optim import optimizer as of_optimizer
 
 import ddp_mp
@@ -366,6 +367,50 @@ def test_parameter_added_can_be_evaluated_and_is_an_error_once_it_would_be_train
     }
 
 
+def follow(trial: Trial, act: Callable[[nn.Module], Any]) -> None:
+    """Does the same to the model and to its oracle, which is made anew: it goes by the names of the parameters."""
+    with torch.no_grad():  # what a parameter is computed from is no graph then, which could not be copied
+        act(trial.module)
+        act(trial.oracle.module)
+    trial.oracle = Oracle(trial.oracle.module, trial.rank.size, trial.precision)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("wrapping", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_parameter_that_is_pruned_has_another_name_and_is_trained(rank: Rank, wrapping: dict[str, Any]) -> None:
+    trial = Trial(rank, mlp(), **wrapping).train(vectors())
+    weight, computed_in = trial.module[0].weight, set()
+    handle = trial.module[0].register_forward_hook(lambda m, *_: computed_in.add((m.weight_orig.dtype, m.weight.dtype)))
+    for times in (1, 2):
+        follow(trial, lambda module: prune.l1_unstructured(module[0], "weight", 16))
+        assert trial.module[0].weight_orig is weight
+        assert int((trial.module[0].weight_mask == 0).sum()) == 16 * times
+        trial.train(vectors(), seed=100 * times)
+    assert computed_in == {(BF16, BF16)}
+    handle.remove()
+    follow(trial, lambda module: prune.remove(module[0], "weight"))
+    assert trial.module[0].weight is weight
+    assert int((weight == 0).sum()) == 32
+    trial.train(vectors(), seed=300)
+    assert ddp_mp.stats(trial.ddp).parameters == 4
+
+
+class Doubled(nn.Module):
+    """What a weight is computed by."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+@on_ranks(2)
+def test_parameter_that_is_parametrised_has_another_name_and_is_trained(rank: Rank) -> None:
+    trial = Trial(rank, mlp()).train(vectors())
+    follow(trial, lambda module: parametrize.register_parametrization(module[0], "weight", Doubled()))
+    trial.train(vectors(), seed=100)
+    follow(trial, lambda module: parametrize.remove_parametrizations(module[0], "weight"))
+    trial.train(vectors(), seed=200)
+
+
 @on_ranks(2)
 def test_module_converted_to_another_type_follows_or_is_named(rank: Rank) -> None:
     trial = Trial(rank, mlp()).train(vectors())
@@ -591,6 +636,28 @@ def test_unpatch_at_any_time_leaves_an_ordinary_model_that_trains(rank: Rank, mo
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("what", ["unpatch", "patch that fails"])
+def test_unpatch_in_inference_mode_leaves_an_ordinary_model_that_trains(rank: Rank, what: str) -> None:
+    ddp = DistributedDataParallel(scalar())
+    with torch.inference_mode():
+        if what == "unpatch":
+            ddp_mp.patch(ddp, mixed_precision=MIXED)
+            assert ddp(column(3)).dtype is BF16
+            ddp_mp.unpatch(ddp)
+        else:
+            with pytest.raises(ValueError, match="matches no module"):
+                ddp_mp.patch(ddp, mixed_precision=MIXED, options=ddp_mp.Options(full_precision_modules=("none",)))
+    assert not ddp_mp.is_patched(ddp)
+    for _ in range(3):
+        ddp(column(rank.index + 1)).sum().backward()
+        assert ddp.module.weight.grad.item() == 1.5
+        ddp.zero_grad()
+    ddp_mp.patch(ddp, mixed_precision=MIXED)
+    ddp(column(rank.index + 1)).sum().backward()
+    assert ddp.module.weight.grad.item() == 1.5
+
+
+@on_ranks(2)
 def test_unpatch_after_forward_makes_its_backward_an_error(rank: Rank) -> None:
     trial = Trial(rank, scalar(), how="later")
     weight = trial.module.weight
@@ -737,7 +804,7 @@ def test_patch_that_fails_leaves_a_plain_wrapper_that_trains(rank: Rank) -> None
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("where", ["between", "pre_hook", "wrapper_pre_hook"])
+@pytest.mark.parametrize("where", ["between", "wrapper_pre_hook"])
 def test_patch_between_iterations_or_in_a_hook_takes_effect(rank: Rank, where: str) -> None:
     model = scalar()
     ddp = DistributedDataParallel(model)
@@ -752,16 +819,8 @@ def test_patch_between_iterations_or_in_a_hook_takes_effect(rank: Rank, where: s
 
     if where == "between":
         patch()
-    elif where == "wrapper_pre_hook":
-        ddp.register_forward_pre_hook(patch)
     else:
-        model.register_forward_pre_hook(patch)
-    if where == "pre_hook":
-        with pytest.warns(UserWarning, match="without any cast"):
-            ddp(column(0)).sum().backward()  # the forward that patches has begun already
-        ddp.zero_grad()
-        seen.clear()
-        seen.append(F32)
+        ddp.register_forward_pre_hook(patch)
     for _ in range(2):
         ddp(column(rank.index + 1)).sum().backward()
         assert model.weight.grad.item() == 1.5
@@ -1161,8 +1220,9 @@ def test_install_with_precision_unpatched_model_is_in_full_precision(rank: Rank)
 def test_install_validates_before_the_wrapper_is_built(rank: Rank) -> None:
     with pytest.raises(TypeError, match="mixed_precision"):
         ddp_mp.install(mixed_precision=BF16)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="Options"):
-        ddp_mp.install("all")  # type: ignore[arg-type]
+    for options in ("all", {}, 0, False):
+        with pytest.raises(TypeError, match="Options"):
+            ddp_mp.install(options)  # type: ignore[arg-type]
     with ddp_mp.install(), pytest.raises(TypeError, match="mixed_precision"):
         DistributedDataParallel(scalar(), mixed_precision="bf16")
 

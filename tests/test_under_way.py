@@ -220,13 +220,14 @@ def test_patch_inside_a_forward_is_an_error_and_disturbs_nothing(rank: Rank) -> 
             ddp_mp.patch(ddp, mixed_precision=ddp_mp.MixedPrecision(BF16, F32))
         errors.append(error.value)
 
+    x = torch.full((4, 8), float(rank.index))
     for call in (ddp, module):
         module.between = attempt
-        loss = call(torch.full((4, 8), float(rank.index))).sum()
+        call(x).sum().backward()
         module.between = None
-        loss.backward()
-        assert module.b.weight.grad is not None
-        module.zero_grad()
-    assert len(errors) == 2
+    hook = module.register_forward_pre_hook(lambda *_: attempt())  # the forward has begun
+    ddp(x).sum().backward()
+    hook.remove()
+    assert len(errors) == 3
     ddp_mp.patch(ddp, mixed_precision=ddp_mp.MixedPrecision(BF16, F32))
     assert ddp(torch.randn(4, 8)).dtype is BF16
