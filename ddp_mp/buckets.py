@@ -137,7 +137,7 @@ class PackedBucket:
     def _full_memory(self) -> _Full:
         """Full-precision memory for the gradients: last step's when nobody refers to it any more, else new."""
         if self._full is None or self._full.in_use():
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), torch._C._DisableFuncTorch():  # it outlives what is under way
                 self._full = _Full(self)
         return self._full
 

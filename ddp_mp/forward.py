@@ -18,6 +18,9 @@ from .untraced import untraced
 from .waits import Waits
 from .weak import weakly
 
+#: The transform of torch.func that is under way in this thread, or None.
+_transform = torch._C._functorch.peek_interpreter_stack
+
 
 class Forward:
     """The root module's hooks, registered with ``prepend`` so that hooks of others see cast parameters.
@@ -74,7 +77,11 @@ class Forward:
         self.backward.forwarding = True
         call = _Call(frame, sys.exc_info()[1])
         try:
-            call.ours = self._cast()
+            if _transform() is None:
+                call.ours = self._cast()
+            else:
+                with torch._C._DisableFuncTorch():  # which would wrap copies that are made now, and they outlive it
+                    call.ours = self._cast()
             if not call.ours:
                 call.low, self.low.region.low = self.low.region.low, False
         except BaseException:
