@@ -7,6 +7,7 @@ is the same on every rank from the first step on: nothing is rebuilt, and no ste
 from __future__ import annotations
 
 from collections.abc import Sequence
+from sys import getrefcount
 from typing import Any, Protocol
 
 import torch
@@ -190,11 +191,12 @@ class _Full:
         self._storage = self.flat.untyped_storage()
         self._address = self._storage._cdata  # looked up once: 1 to 2 us in training
         self._owners = torch._C._storage_Use_Count(self._address)
+        self._references = getrefcount(self._storage)
 
     def in_use(self) -> bool:
         """Whether a gradient of an earlier step, or a view of one, is still held by somebody."""
-        if torch._C._storage_Use_Count(self._address) != self._owners:
-            return True
+        if torch._C._storage_Use_Count(self._address) != self._owners or getrefcount(self._storage) != self._references:
+            return True  # the second: p.grad.untyped_storage() gives this very object, which counts as one owner
         return not _C.unshared(self.views) or (_HELD_UNSEEN and any(map(_held_by_more_than_python, self.views)))
 
 
