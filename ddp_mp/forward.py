@@ -124,7 +124,7 @@ class Forward:
         failed = call is not None and sys.exc_info()[1] is not call.handled
         if failed or not torch.is_grad_enabled():
             with span("ddp_mp::restore"):
-                self.low.leave(live=self.backward.live())
+                self.backward.leave()
             return
         self.backward.add([t for t in tensors_in(output) if t.requires_grad and t.grad_fn is not None])
 

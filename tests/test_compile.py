@@ -126,7 +126,7 @@ def test_transforms_of_torch_func_over_the_model_equal_the_low_copy(rank: Rank, 
         kept = trial.ddp.module(x) if seed == 2 else None
         low = copy.deepcopy(trial.oracle.module).to(BF16)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch's own, of the first dual tensor
+            warnings.simplefilter("ignore")  # PyTorch's own, of the first dual tensor
             require_same(name, TRANSFORMS[name](trial.ddp if whole else trial.module, x), TRANSFORMS[name](low, x))
         del kept
         trial.train(vectors(), steps=1, seed=10 * seed)
