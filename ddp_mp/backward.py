@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
+from .accumulators import inputs
 from .log import logger
 from .low import LowPrecision
 from .passes import Pass
@@ -88,6 +89,21 @@ class Backward:
                 return True
         return False
 
+    def leave(self) -> None:
+        """Masters in place; a graph that still needs the copies keeps them, but is not found by its parameters any more."""
+        live = self.live()
+        self.low.leave(live=live)
+        if live:
+            inputs.watch(self)
+
+    def may_go_on(self) -> bool:
+        """Whether a backward may still come for the graph of any forward."""
+        return any(p.pending for p in self.passes)
+
+    def switches(self, value: object) -> bool:
+        """Whether this is a parameter that is switched between master and copy."""
+        return self.low.switches(value)
+
     def set_static_graph(self) -> None:
         """The graph is the same in every iteration: the next backward shows what it looks like."""
         self.static_graph = self._first_round = True
@@ -157,6 +173,8 @@ class Backward:
         if reached.copies is not None:
             self.low.enter_again(reached.copies)
             self.low.wait()
+        if self.low.epoch != reached.epoch and torch.is_grad_enabled():
+            reached.mixed = True  # create_graph: what is computed now goes to other accumulators
 
     def _join(self, running: _Running, reached: Pass) -> None:
         """Another forward's outputs take part in the backward under way.
@@ -176,7 +194,7 @@ class Backward:
         if reached is None or not self.in_order or self._first_round:
             return False
         for p in self.passes:  # noqa: SIM110 - a generator costs 2 us in training
-            if (p.epoch != reached.epoch or not p.sync) and p.pending:
+            if (p.epoch != reached.epoch or p.mixed or not p.sync) and p.pending:
                 return False
         return True
 
@@ -191,7 +209,7 @@ class Backward:
                     reached.finish()
             if touched or not self._goes_on(running):
                 with span("ddp_mp::restore"):
-                    self.low.leave(live=self.live())
+                    self.leave()
             with span("ddp_mp::finish"):
                 self._reduce(running, touched)
             if touched and running.passes:
@@ -242,7 +260,7 @@ class Backward:
         self._running = None
         self._switching = True
         try:
-            self.low.leave(live=self.live())
+            self.leave()
         finally:
             self._switching = False
             self.low.switch_back()
@@ -257,7 +275,7 @@ class Backward:
         if self._running is None and self.low.is_low and not self.forwarding:
             self._switching = True
             try:
-                self.low.leave(live=self.live())
+                self.leave()
             finally:
                 self._switching = False
             self.low.widen_gradients()

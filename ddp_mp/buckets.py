@@ -7,6 +7,7 @@ is the same on every rank from the first step on: nothing is rebuilt, and no ste
 from __future__ import annotations
 
 from collections.abc import Sequence
+from sys import getrefcount
 from typing import Any, Protocol
 
 import torch
@@ -144,7 +145,7 @@ class PackedBucket:
     def _full_memory(self) -> _Full:
         """Full-precision memory for the gradients: last step's when nobody refers to it any more, else new."""
         if self._full is None or self._full.in_use():
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), torch._C._DisableFuncTorch():  # it outlives what is under way
                 self._full = _Full(self)
         return self._full
 
@@ -197,11 +198,12 @@ class _Full:
         self._storage = self.flat.untyped_storage()
         self._address = self._storage._cdata  # looked up once: 1 to 2 us in training
         self._owners = torch._C._storage_Use_Count(self._address)
+        self._references = getrefcount(self._storage)
 
     def in_use(self) -> bool:
         """Whether a gradient of an earlier step, or a view of one, is still held by somebody."""
-        if torch._C._storage_Use_Count(self._address) != self._owners:
-            return True
+        if torch._C._storage_Use_Count(self._address) != self._owners or getrefcount(self._storage) != self._references:
+            return True  # the second: p.grad.untyped_storage() gives this very object, which counts as one owner
         return not _C.unshared(self.views) or (_HELD_UNSEEN and any(map(_held_by_more_than_python, self.views)))
 
 

@@ -18,6 +18,9 @@ from .untraced import untraced
 from .waits import Waits
 from .weak import weakly
 
+#: The transform of torch.func that is under way in this thread, or None.
+_transform = torch._C._functorch.peek_interpreter_stack
+
 
 class Forward:
     """The root module's hooks, registered with ``prepend`` so that hooks of others see cast parameters.
@@ -75,7 +78,11 @@ class Forward:
         call = _Call(frame, sys.exc_info()[1])
         self._calls.append(call)
         try:
-            call.ours = self._cast()
+            if _transform() is None:
+                call.ours = self._cast()
+            else:
+                with torch._C._DisableFuncTorch():  # which would wrap copies that are made now, and they outlive it
+                    call.ours = self._cast()
             if not call.ours:
                 call.low, self.low.region.low = self.low.region.low, False
         except BaseException:
@@ -124,7 +131,7 @@ class Forward:
         failed = call is not None and sys.exc_info()[1] is not call.handled
         if failed or not torch.is_grad_enabled():
             with span("ddp_mp::restore"):
-                self.low.leave(live=self.backward.live())
+                self.backward.leave()
             return
         self.backward.add([t for t in tensors_in(output) if t.requires_grad and t.grad_fn is not None])
 

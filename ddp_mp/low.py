@@ -247,6 +247,10 @@ class LowPrecision:
         part, index = self._places.get(id(param), (None, 0))
         return None if part is None or part.masters is None else part.masters[index]
 
+    def switches(self, value: object) -> bool:
+        """Whether this is a parameter that copies are made of."""
+        return id(value) in self._places
+
     @property
     def nbytes(self) -> int:
         """Bytes of low-precision memory held now."""

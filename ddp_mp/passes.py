@@ -19,6 +19,7 @@ class Pass:
     Attributes:
         copies: the low-precision copies that its graph was computed with; None when nothing is cast.
         epoch: the epoch of ``LowPrecision`` that its gradient accumulators belong to.
+        mixed: whether what was computed from its graph has gradient accumulators of a later epoch.
         sync: whether its backward is to be reduced; set at the end of the wrapper's forward, used up by one backward.
         done: whether a backward has gone through it.
         kept: whether that backward kept the graph (``retain_graph``), so that another may come.
@@ -26,13 +27,13 @@ class Pass:
         thread: the thread that ran it.
     """
 
-    __slots__ = ("_anchor", "abandoned", "copies", "done", "epoch", "kept", "sync", "thread")
+    __slots__ = ("_anchor", "abandoned", "copies", "done", "epoch", "kept", "mixed", "sync", "thread")
 
     def __init__(self, copies: Copies | None, epoch: int) -> None:
         self.copies, self.epoch = copies, epoch
         self.sync = False
         self.done = self.kept = False
-        self.abandoned = False
+        self.abandoned = self.mixed = False
         self.thread = get_ident()
         self._anchor: weakref.ref[OutputHook] | None = None
 

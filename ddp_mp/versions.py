@@ -20,6 +20,8 @@ _NEEDED: list[tuple[Any, str]] = [
     (torch.Tensor, "_post_accumulate_grad_hooks"),
     (torch, "Stream"),
     (torch, "_disable_dynamo"),
+    (torch._C, "_DisableFuncTorch"),
+    (torch._C._functorch, "peek_interpreter_stack"),
     (distributed, "_MixedPrecision"),
     (distributed, "_setup_mixed_precision_params"),
     (distributed.DistributedDataParallel, "_build_params_for_reducer"),

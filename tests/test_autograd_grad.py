@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from modules import mlp, vectors
-from oracle import BF16, F32, Trial, mean_square, require_same
+from modules import Saved, mlp, vectors
+from oracle import BF16, F32, F64, Trial, mean_square, require_same
 from ranks import Rank, on_ranks
 from torch import nn
+
+import ddp_mp
 
 Tensors = Sequence[torch.Tensor]
 Program = Callable[[Callable[[torch.Tensor], torch.Tensor], list[nn.Parameter], torch.Tensor], Tensors]
@@ -122,3 +125,113 @@ def test_gradients_of_before_are_there_while_others_are_asked_for(rank: Rank) ->
     losses(output)[0].backward()
     trial.zero_grad()
     trial.train(vectors(), steps=2)
+
+
+# --- after a switch to masters, which makes a parameter forget what autograd has of it -------------------------------------
+
+
+def after_a_backward(trial: Trial, loss: torch.Tensor) -> None:
+    loss.backward(retain_graph=True)
+
+
+def after_two_backwards(trial: Trial, loss: torch.Tensor) -> None:
+    loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
+
+
+def after_a_state_dict(trial: Trial, loss: torch.Tensor) -> None:
+    trial.ddp.state_dict()
+
+
+def after_an_evaluation(trial: Trial, loss: torch.Tensor) -> None:
+    with torch.no_grad():
+        trial.ddp(torch.ones(4, 8))
+
+
+def first_order(tasks: list[torch.Tensor], params: list[nn.Parameter]) -> Tensors:
+    return [grad for task in tasks for grad in torch.autograd.grad(task, params, retain_graph=True)]
+
+
+def second_order(tasks: list[torch.Tensor], params: list[nn.Parameter]) -> Tensors:
+    """As GradNorm: the norms of the tasks' gradients, balanced."""
+    grads = [torch.autograd.grad(task, params, retain_graph=True, create_graph=True) for task in tasks]
+    norms = [sum((grad.float().square().sum() for grad in several), torch.zeros(())) for several in grads]
+    return torch.autograd.grad((norms[0] - norms[1]).abs() + norms[2], params, retain_graph=True)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("model", [mlp, Saved])
+@pytest.mark.parametrize("program", [first_order, second_order])
+@pytest.mark.parametrize("before", [after_a_backward, after_two_backwards, after_a_state_dict, after_an_evaluation])
+def test_gradients_asked_for_of_a_graph_of_before_are_those_of_the_copies(
+    rank: Rank, before: Any, program: Any, model: Any
+) -> None:
+    trial = Trial(rank, model().double(), ddp_mp.MixedPrecision(F32, F64))  # of second order, bfloat16 leaves no digit
+    params = list(trial.module.parameters())
+    original = torch.autograd._engine_run_backward
+    for seed in range(3):
+        x = rank.inputs(vectors(), seed)[rank.index]
+        low = copy.deepcopy(trial.oracle.module).to(F32)
+        due = program(losses(low(x)), list(low.parameters()))
+        tasks = losses(trial.ddp(x))
+        before(trial, sum(tasks, torch.zeros(())))
+        accumulated = [None if param.grad is None else param.grad.clone() for param in params]
+        got = program(tasks, params)
+        if program is first_order:
+            for a, b in zip(got, due, strict=True):
+                require_same("gradient", a, b)
+        else:  # summed in another order: some are nothing but what was rounded
+            require_same("gradients", *(torch.cat([grad.flatten() for grad in grads]) for grads in (got, due)), tolerance=1e-4)
+        for param, grad in zip(params, accumulated, strict=True):
+            require_same("gradient", param.grad, grad)
+        del tasks
+        trial.zero_grad()
+        trial.train(vectors(), steps=1, seed=10 * seed)
+    assert torch.autograd._engine_run_backward is original  # as soon as no such graph is left
+    assert {param.dtype for param in params} == {F64}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("before", [after_a_state_dict, after_an_evaluation])
+@pytest.mark.parametrize("model", [mlp, Saved])
+def test_penalty_on_gradients_of_a_graph_of_before_is_reduced_with_the_loss(rank: Rank, before: Any, model: Any) -> None:
+    trial = Trial(rank, model(), bucket_cap_mb=0.00001)  # a bucket a parameter
+    params = list(trial.module.parameters())
+
+    def penalised(loss: torch.Tensor, params: list[nn.Parameter]) -> torch.Tensor:
+        grads = torch.autograd.grad(loss, params, create_graph=True)
+        return loss + sum((grad.float().square().sum() for grad in grads), torch.zeros(()))
+
+    found = []
+    for x in rank.inputs(vectors()):
+        low = copy.deepcopy(trial.oracle.module).to(BF16)
+        penalised(losses(low(x.to(BF16)))[0], list(low.parameters())).backward()
+        found.append([param.grad.float() for param in low.parameters()])
+    loss = losses(trial.ddp(rank.inputs(vectors())[rank.index]))[0]
+    before(trial, loss)
+    penalised(loss, params).backward()
+    for param, *grads in zip(params, *found, strict=True):
+        require_same("gradient", param.grad, sum(grads, torch.zeros(())) / 2, tolerance=2**-6)
+        gathered = rank.gather(param.grad)
+        require_same("gradient", gathered[0], gathered[1])
+    trial.zero_grad()
+    trial.train(vectors())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("before", [after_a_state_dict, after_an_evaluation])
+def test_backward_with_inputs_of_a_graph_of_before_accumulates_there(rank: Rank, before: Any) -> None:
+    trial = Trial(rank, mlp(), find_unused_parameters=True)
+    first, *others = trial.module.parameters()
+    found = []
+    for x in rank.inputs(vectors()):
+        low = copy.deepcopy(trial.oracle.module).to(BF16)
+        losses(low(x.to(BF16)))[0].backward()
+        found.append(next(low.parameters()).grad.float())
+    loss = losses(trial.ddp(rank.inputs(vectors())[rank.index]))[0]
+    before(trial, loss)
+    loss.backward(inputs=[first])
+    require_same("gradient", first.grad, (found[0] + found[1]) / 2)
+    assert all(param.grad is None for param in others)
+    trial.zero_grad()
+    trial.train(vectors())

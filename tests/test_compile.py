@@ -1,9 +1,10 @@
-"""torch.compile with the eager backend, and other contexts around a model: autocast, hooks of saved tensors."""
+"""torch.compile with the eager backend, and other contexts around a model: autocast, hooks of saved tensors, torch.func."""
 
 from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from modules import column, mlp, scalar, vectors
 from oracle import BF16, F32, Trial, mean_square, require_same, square_step
 from ranks import Rank, on_ranks
 from torch import nn
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_mp
@@ -123,3 +125,38 @@ def test_saved_tensor_hooks_around_the_model_equal_oracle(rank: Rank) -> None:
         loss.backward()
 
     Trial(rank, mlp()).train(vectors(), step=step, accumulate=2)
+
+
+Transform = Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]
+
+TRANSFORMS: dict[str, Transform] = {
+    "jacrev": lambda call, x: jacrev(call)(x),
+    "jacfwd": lambda call, x: jacfwd(call)(x),
+    "hessian": lambda call, x: hessian(lambda t: call(t).square().sum())(x[0]),
+    "jvp": lambda call, x: jvp(call, (x,), (x,))[1],
+    "gradient of each sample": lambda call, x: vmap(grad(lambda t: call(t).square().sum()))(x),
+}
+
+
+def gapped_mlp() -> nn.Sequential:
+    """A weight of it is cast by PyTorch."""
+    model = mlp()
+    model[0].weight = nn.Parameter(torch.randn(8, 16)[:, ::2])
+    return model
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("model", [mlp, gapped_mlp])
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("whole", [True, False])
+def test_transforms_of_torch_func_over_the_model_equal_the_low_copy(rank: Rank, model: Any, name: str, whole: bool) -> None:
+    trial = Trial(rank, model())
+    for seed in range(3):  # the first allocates what is used later; another graph needs the copies in the third
+        x = rank.inputs(vectors(), seed)[rank.index].to(BF16)
+        kept = trial.ddp.module(x) if seed == 2 else None
+        low = copy.deepcopy(trial.oracle.module).to(BF16)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch's own, of the first dual tensor
+            require_same(name, TRANSFORMS[name](trial.ddp if whole else trial.module, x), TRANSFORMS[name](low, x))
+        del kept
+        trial.train(vectors(), steps=1, seed=10 * seed)

@@ -172,6 +172,21 @@ def test_gradients_memory_is_used_again_when_nobody_holds_it(rank: Rank) -> None
     assert len(addresses) == 1
 
 
+@on_ranks(1)
+def test_gradients_memory_that_the_user_holds_as_a_storage_keeps_its_values(rank: Rank) -> None:
+    model = scalar()
+    ddp = patched(model)
+    addresses = set()
+    for value in range(1, 7):
+        step(ddp, value)
+        addresses.add(model.weight.grad.data_ptr())
+        if value == 2:
+            kept, offset = model.weight.grad.untyped_storage(), model.weight.grad.storage_offset()
+        model.zero_grad()
+    assert torch.empty(0).set_(kept, offset, (1,)).item() == 2
+    assert len(addresses) == 2  # and what took its place is used again
+
+
 # --- averages ------------------------------------------------------------------------------------------------------------
 
 
