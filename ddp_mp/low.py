@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from sys import getrefcount
 
 import torch
 
@@ -55,6 +56,7 @@ class _Arenas:
         self._storages = storages
         self._resize = [(storage.resize_, nbytes) for storage, nbytes in zip(storages, self.bytes, strict=True)]
         self._owners = [(storage._cdata, torch._C._storage_Use_Count(storage._cdata)) for storage in storages]
+        self._references = list(map(getrefcount, storages))
         self._on_host = device.type == "cpu"
         self.allocated = True
 
@@ -65,6 +67,8 @@ class _Arenas:
 
     def release(self) -> bool:
         """Frees the memory and returns True, or returns False when somebody else still refers to some of it."""
+        if list(map(getrefcount, self._storages)) != self._references:
+            return False  # untyped_storage() of a copy gives this very object, which counts as one owner
         for storage, (address, owners) in zip(self._storages, self._owners, strict=True):
             if torch._C._storage_Use_Count(address) != owners or not storage.resizable():
                 return False  # resizable: numpy, for one, marks memory that it looked at

@@ -59,6 +59,23 @@ def test_numpy_view_of_a_weight_inside_forward_changes_nothing(rank: Rank) -> No
 
 
 @on_ranks(2)
+def test_memory_of_a_copy_that_the_user_holds_as_a_storage_keeps_its_values(rank: Rank) -> None:
+    model = scalar()
+    ddp = patched(model)
+    for step in range(6):
+        loss = ddp(column(1)).sum()
+        if step == 1:
+            kept, offset = model.weight.untyped_storage(), model.weight.storage_offset()
+            value = model.weight.item()
+        loss.backward()
+        with torch.no_grad():
+            model.weight.add_(1)
+    assert torch.empty(0, dtype=BF16).set_(kept, offset, (1,)).item() == value
+    assert kept.nbytes() > 0
+    assert ddp_mp.stats(ddp).low_bytes == 0  # what took its place is freed again
+
+
+@on_ranks(2)
 def test_weight_in_shared_memory_between_forward_and_backward(rank: Rank) -> None:
     module = mlp()
     ddp = patched(module)
