@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from benchmarks.harness import Report, Settings, bars, device_time, settings, synchronize
+from benchmarks.harness import Report, Settings, bars, device_time, model_names, settings, synchronize
 from ddp_mp import _C, shapes
 from ddp_mp.measure import Spread, paired
 
@@ -111,7 +111,7 @@ def whole(s: Settings, names: Sequence[str], rounds: int) -> Report:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     def extend(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--models", default="", help=f"some of {','.join(shapes.names())}")
+        parser.add_argument("--models", type=model_names, help=f"some of {','.join(shapes.names())}")
         parser.add_argument("--rounds", type=int, default=0)
 
     s = settings(__doc__, arguments, extend)
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     rounds = s.extra.rounds or (3 if s.quick else 15)
     everyday = ["resnet50", "vit_base", "gpt2", *(["gpt2_xl", "llama3_8b"] if cuda else [])]
-    chosen = s.extra.models.split(",") if s.extra.models else (["resnet50"] if s.quick else everyday)
+    chosen = s.extra.models or (["resnet50"] if s.quick else everyday)
     with torch.no_grad():
         report = single(s, [4 * KIB, MIB] if s.quick else sizes, rounds)
         report.save(s.output, s.tag)

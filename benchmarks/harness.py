@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 import ddp_mp
+from ddp_mp import shapes
 from ddp_mp.measure import Spread, now, number
 
 RESULTS = pathlib.Path(__file__).parent / "results"
@@ -246,6 +247,15 @@ class Settings:
 def quiet() -> None:
     """Drops DDP's notice that it was given a mixed-precision policy."""
     logging.getLogger("torch.nn.parallel.distributed").setLevel(logging.ERROR)
+
+
+def model_names(text: str) -> list[str]:
+    """The argument of ``--models``: names of shape lists, with commas."""
+    names = text.split(",")
+    unknown = [name for name in names if name not in shapes.names()]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no such model: {', '.join(unknown)}; there are {', '.join(shapes.names())}")
+    return names
 
 
 def settings(

@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from benchmarks.harness import Report, Settings, bars, one_process_group, settings
+from benchmarks.harness import Report, Settings, bars, model_names, one_process_group, settings
 from ddp_mp import shapes
 from ddp_mp.measure import KINDS, REDUCE, Spread, Variant, paired, total
 
@@ -144,13 +144,13 @@ def plot(report: Report, where: Settings) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     def extend(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--models", default="", help=f"some of {','.join(shapes.names())}")
+        parser.add_argument("--models", type=model_names, help=f"some of {','.join(shapes.names())}")
         parser.add_argument("--real-size", action="store_true")
         parser.add_argument("--rounds", type=int, default=0)
 
     s = settings(__doc__, arguments, extend)
     everyday = ["resnet50", "bert_base", "gpt2", "gpt2_xl", "llama32_1b", "vit_base", "t5_base"]
-    chosen = s.extra.models.split(",") if s.extra.models else (["vit_base"] if s.quick else everyday)
+    chosen = s.extra.models or (["vit_base"] if s.quick else everyday)
     rounds = s.extra.rounds or (3 if s.quick else 40)
     report = Report(
         "hooks-real-size" if s.extra.real_size else "hooks",

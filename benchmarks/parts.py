@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_mp
-from benchmarks.harness import Report, one_process_group, settings
+from benchmarks.harness import Report, model_names, one_process_group, settings
 from ddp_mp import _C, backward, buckets, comm, forward, low, reducer, shapes
 from ddp_mp.measure import HookClock, Spread, now, paired
 
@@ -237,12 +237,12 @@ def measure(name: str, make: Callable[[], nn.Module], device: torch.device, roun
 
 def main(arguments: Sequence[str] | None = None) -> int:
     def extend(parser: Any) -> None:
-        parser.add_argument("--models", default="", help=f"some of {','.join(shapes.names())}")
+        parser.add_argument("--models", type=model_names, help=f"some of {','.join(shapes.names())}")
         parser.add_argument("--real-size", action="store_true")
         parser.add_argument("--rounds", type=int, default=0)
 
     s = settings(__doc__, arguments, extend)
-    chosen = s.extra.models.split(",") if s.extra.models else (["vit_base"] if s.quick else ["bert_base", "gpt2_xl"])
+    chosen = s.extra.models or (["vit_base"] if s.quick else ["bert_base", "gpt2_xl"])
     rounds = s.extra.rounds or (3 if s.quick else 60)
     report = Report(
         "parts-real-size" if s.extra.real_size else "parts",

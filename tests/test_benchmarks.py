@@ -101,3 +101,12 @@ def test_forward_parts_are_those_of_the_variant_and_make_the_whole(tmp_path):
     assert present == {"bf16": [], "alone": [], "floor": ["casts, switches"], "ddp_mp": ["casts, switches", "hooks"]}
     for row in rows.values():
         assert sum(row[f"{part} ms"]["median"] for part in parts) == pytest.approx(row["forward ms"]["median"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hooks", "parts", "cast"])
+def test_benchmark_of_a_model_that_is_not_there_says_which_are(name):
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--models", "gpt2,bert"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 2
+    assert "argument --models: no such model: bert; there are bert_base," in result.stderr
