@@ -125,20 +125,31 @@ is_local(const Gradients *self, size_t row)
     return self->stash[row] != NULL && self->local[row];
 }
 
+static int
+reduces_stash(const Gradients *self, size_t row)
+{
+    return self->stash[row] != NULL && mp_gradients_reduces_stash(self, row);
+}
+
+/* What `question` says of a row, as a bool. */
+static PyObject *
+ask_row(PyObject *object, PyObject *argument, int (*question)(const Gradients *self, size_t row))
+{
+    const Gradients *self = (Gradients *)object;
+    Py_ssize_t row = mp_index_parse(argument, self->row_count, "row");
+    return row < 0 ? NULL : PyBool_FromLong(question(self, (size_t)row));
+}
+
 static PyObject *
 gradients_is_local(PyObject *object, PyObject *argument)
 {
-    Gradients *self = (Gradients *)object;
-    Py_ssize_t row = mp_index_parse(argument, self->row_count, "row");
-    return row < 0 ? NULL : PyBool_FromLong(is_local(self, (size_t)row));
+    return ask_row(object, argument, is_local);
 }
 
 static PyObject *
 gradients_reduces_stash(PyObject *object, PyObject *argument)
 {
-    Gradients *self = (Gradients *)object;
-    Py_ssize_t row = mp_index_parse(argument, self->row_count, "row");
-    return row < 0 ? NULL : PyBool_FromLong(self->stash[row] != NULL && mp_gradients_reduces_stash(self, (size_t)row));
+    return ask_row(object, argument, reduces_stash);
 }
 
 static PyObject *
@@ -149,9 +160,7 @@ gradients_reduce_whole(PyObject *object, PyObject *argument)
     if (bucket < 0) {
         return NULL;
     }
-    for (size_t k = 0; k < self->buckets[bucket].count; k++) {
-        self->whole[self->buckets[bucket].rows[k]] = 1;
-    }
+    self->buckets[bucket].whole = 1;
     Py_RETURN_NONE;
 }
 
@@ -526,7 +535,6 @@ gradients_dealloc(PyObject *object)
     PyMem_Free(self->local);
     PyMem_Free(self->known);
     PyMem_Free(self->left_own);
-    PyMem_Free(self->whole);
     PyMem_Free(self->position);
     PyMem_Free(self->bucket_of);
     PyMem_Free(self->offsets);

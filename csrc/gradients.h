@@ -37,6 +37,7 @@ typedef struct grad_bucket {
     int64_t numel;
     size_t pending; /* rows that have not fired since reset() */
     int launched;
+    int whole; /* the reduction loses no bit of a stash: all of it is reduced again, as in plain DDP */
     mp_table *pack_table; /* owned; NULL until first used.  Two tables: in steady state neither changes */
     mp_table *give_table;
 } grad_bucket;
@@ -66,7 +67,6 @@ typedef struct Gradients {
     uint8_t *left_own; /* what was left is not equal on all ranks */
     uint8_t *known;    /* the stash is what we left */
     uint8_t *local;    /* the stash holds what other ranks may not have; beyond `base`, where there is one */
-    uint8_t *whole;    /* the reduction loses no bit of a stash: all of it is reduced again, as in plain DDP */
     int8_t *dtype;     /* mp_dtype of the parameter as given; MP_DTYPE_NONE: it cannot be read */
     uint8_t *phase;
     uint8_t *fired; /* FIRED_... */
@@ -111,7 +111,7 @@ mp_gradients_prefetch(const Gradients *self, size_t row)
 static inline int
 mp_gradients_reduces_stash(const Gradients *self, size_t row)
 {
-    return self->local[row] || self->whole[row];
+    return self->local[row] || self->buckets[self->bucket_of[row]].whole;
 }
 
 static inline PyObject *

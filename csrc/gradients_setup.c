@@ -109,7 +109,6 @@ make_rows(Gradients *self, size_t count, size_t bucket_count)
     self->left_own = PyMem_Calloc(some, 1);
     self->known = PyMem_Calloc(some, 1);
     self->local = PyMem_Calloc(some, 1);
-    self->whole = PyMem_Calloc(some, 1);
     self->dtype = PyMem_Calloc(some, 1);
     self->phase = PyMem_Calloc(some, 1);
     self->fired = PyMem_Calloc(some, 1);
@@ -118,7 +117,7 @@ make_rows(Gradients *self, size_t count, size_t bucket_count)
         self->base == NULL || self->hints == NULL || self->view_hints == NULL || self->views == NULL ||
         self->numels == NULL || self->offsets == NULL || self->bucket_of == NULL || self->position == NULL ||
         self->order == NULL || self->left_own == NULL || self->known == NULL || self->local == NULL ||
-        self->whole == NULL || self->dtype == NULL || self->phase == NULL || self->fired == NULL || self->buckets == NULL) {
+        self->dtype == NULL || self->phase == NULL || self->fired == NULL || self->buckets == NULL) {
         PyErr_NoMemory();
         return -1;
     }

@@ -143,10 +143,10 @@ class Gradients:
         """One byte a row: not 0 when its hook fired since reset()."""
     def unfired(self, bucket: int) -> list[int]: ...
     def pack(self, bucket: int, out: Tensor, divisor: float) -> list[int]:
-        """out[...] = (grad + stash) / divisor, the stash where it takes part in the reduction, row after row without gaps, on the caller's current stream; then
-        ``.grad`` is None.  ``out``: 1-D, contiguous, as many elements as the bucket.  Missing gradients are zeros.  Rows whose
-        gradient cannot be read flat (other strides, no DLPack), or that have a base, are left untouched and returned: the
-        caller copies them."""
+        """out[...] = (grad + stash) / divisor, the stash where it takes part in the reduction, row after row without gaps, on
+        the caller's current stream; then ``.grad`` is None.  ``out``: 1-D, contiguous, as many elements as the bucket.  Missing
+        gradients are zeros.  Rows whose gradient cannot be read flat (other strides, no DLPack), or that have a base, are left
+        untouched and returned: the caller copies them."""
     def stashed(self, bucket: int) -> int:
         """How many rows of the bucket have something set aside."""
     def stash(self, row: int) -> Tensor | None: ...
@@ -178,10 +178,10 @@ class Gradients:
     def hand_over(
         self, bucket: int, reduced: Tensor, views: Sequence[Tensor] | None, divisor: float, used: bytes | None
     ) -> list[int]:
-        """After a reduction: ``.grad`` of every row becomes its stash (overwritten by reduced / divisor where it took
-        part in the reduction, else increased by it) or, where nothing was set aside, ``views[k]`` (k: position in the bucket), which is filled unless
-        it already is that part of ``reduced``.  Views are of one tensor, so that they share its version counter; a tuple is not
-        copied.  used[row] == 0: ``.grad`` becomes what it was before begin().  Parameters must be
+        """After a reduction: ``.grad`` of every row becomes its stash (overwritten by reduced / divisor where it took part in the
+        reduction, else increased by it) or, where nothing was set aside, ``views[k]`` (k: position in the bucket), which is
+        filled unless it already is that part of ``reduced``.  Views are of one tensor, so that they share its version counter; a
+        tuple is not copied.  used[row] == 0: ``.grad`` becomes what it was before begin().  Parameters must be
         masters.  What is handed over is `synced` from now on."""
     def accumulate(self, bucket: int, views: Sequence[Tensor] | None) -> list[int]:
         """Without a reduction: stash += grad, or views[k] = grad where nothing was set aside; ``.grad`` becomes that.  Rows

@@ -15,7 +15,7 @@ import torch
 from . import _C
 from .loose import LooseGradients
 from .options import FLOATING
-from .parameters import Managed, dense
+from .parameters import Managed, dense, holds_all
 
 
 class Bucket(Protocol):
@@ -75,8 +75,7 @@ class PackedBucket:
     def watched_by(self, gradients: _C.Gradients, local: int) -> None:
         """What follows this bucket's gradients, and its number there."""
         self.gradients, self.local = gradients, local
-        reduced_in = self.reduce_dtype or self.master_dtype
-        if torch.promote_types(reduced_in, self.master_dtype) is reduced_in:  # no bit of an earlier gradient is lost there
+        if holds_all(self.reduce_dtype or self.master_dtype, self.master_dtype):
             gradients.reduce_whole(local)
 
     def contribution(self, dtype: torch.dtype | None, divisor: float) -> torch.Tensor:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from .parameters import Managed
+from .parameters import Managed, holds_all
 
 
 class LooseGradients:
@@ -28,8 +28,7 @@ class LooseGradients:
         self.name = entry.name
         self.sparse = entry.sparse
         self._dtype = entry.param.dtype  # the master's
-        wire = self._wire(reduce_dtype)
-        self._whole = torch.promote_types(wire, self._dtype) is wire  # see _C.Gradients.reduce_whole()
+        self._whole = holds_all(self._wire(reduce_dtype), self._dtype)  # see _C.Gradients.reduce_whole()
         self.on_first: Callable[[int], None]  # set by the reducer
         self.on_ready: Callable[[int], None]
         self.on_error: Callable[[], None]

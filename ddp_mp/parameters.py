@@ -64,6 +64,11 @@ class Unwatched:
         return True
 
 
+def holds_all(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether every value of ``narrow`` is one of ``wide``: what was reduced before loses no bit in another reduction."""
+    return torch.promote_types(wide, narrow) is wide
+
+
 def managed_parameters(module: nn.Module, ignored: set[str]) -> list[Managed]:
     """Every parameter of ``module`` that DDP manages, once each, in registration order (close to forward order).
 
