@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from .buckets import Bucket
+from .lent import lend
 
 UserHook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
 
@@ -74,7 +75,7 @@ class Communicator:
             hook, state = self.hook
             return hook(state, GradBucket(bucket, buffer, last))
         flat = torch.view_as_real(buffer) if buffer.is_complex() else buffer
-        return _Reduction(self.process_group.allreduce([flat]), buffer)
+        return _Reduction(self.process_group.allreduce([lend(flat)]), buffer)
 
     def shadow(self, bucket: GradBucket) -> torch.Tensor:
         """Takes part in the reduction of a bucket that this rank has no gradients for (``Join``); returns the result."""
@@ -103,7 +104,7 @@ class Communicator:
         while length * 8 in sizes or length * 4 in sizes or length * 2 in sizes:
             length += 2
         total = torch.full((length,), number, dtype=torch.int64, device=buckets[0].params[0].device)
-        self.process_group.allreduce([total]).wait()
+        self.process_group.allreduce([lend(total)]).wait()
         if int(total[0]) != number * self.process_group.size():
             raise RuntimeError(
                 "an earlier backward failed on this rank but not on every other, so that their reductions are out of step; "
@@ -113,7 +114,7 @@ class Communicator:
     def reduce_flags(self, flags: bytes, device: torch.device) -> Callable[[], bytes]:
         """For each flag, whether it is set on any rank: what is returned says so when it is called, and waits then."""
         total = torch.frombuffer(bytearray(flags), dtype=torch.uint8).to(device=device, dtype=torch.int32)
-        self.process_group.allreduce([total]).wait()
+        self.process_group.allreduce([lend(total)]).wait()
 
         def read() -> bytes:
             return bytes((total > 0).to(device="cpu", dtype=torch.uint8).tolist())

@@ -284,6 +284,37 @@ def test_no_thread_of_the_process_group_outlives_it(tmp_path: Any) -> None:
     assert (program.returncode, out) == (0, "True\n[]\n"), errors
 
 
+@pytest.mark.slow
+def test_interpreter_waits_until_the_process_group_lets_go_of_what_was_reduced() -> None:
+    """With a model that outlives its group, and with threads of the group that get to run only while Python waits."""
+    program = start(
+        """
+        import torch._dynamo
+        def train():
+            global ddp
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            ddp = wrap()
+            x = torch.randn(4, 8)
+            for task in map(int, os.listdir("/proc/self/task")):
+                os.sched_setaffinity(task, {min(os.sched_getaffinity(0))})
+                if "gloo_runloop" in open(f"/proc/self/task/{task}/comm").read():
+                    os.sched_setscheduler(task, os.SCHED_IDLE, os.sched_param(0))
+            sys.setswitchinterval(1000)
+            ddp(x).float().sum().backward()
+            dist.destroy_process_group()
+        torch.set_num_threads(1)
+        for _ in range(8):
+            child = os.fork()
+            if child == 0:
+                train()
+                sys.exit()
+            print(os.waitpid(child, 0)[1])
+        """
+    )
+    out, errors = program.communicate(timeout=150)
+    assert (program.returncode, out) == (0, "0\n" * 8), errors
+
+
 # --- forks ---------------------------------------------------------------------------------------------------------------
 
 
