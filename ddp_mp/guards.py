@@ -200,11 +200,10 @@ class _OptimizerGuard:
         for model in exposed:
             if held.isdisjoint(model.parameter_ids):
                 continue
-            if model.in_backward or model.in_forward:
-                where = "a backward" if model.in_backward else "a forward"
+            if model.under_way:
                 raise RuntimeError(
-                    f"ddp_mp: an optimizer stepped inside {where} of a patched model, where its parameters are low-precision "
-                    "copies; call optimizer.step() after backward, or ddp_mp.unpatch(ddp) first"
+                    f"ddp_mp: an optimizer stepped inside a {model.under_way} of a patched model, where its parameters are "
+                    "low-precision copies; call optimizer.step() after backward, or ddp_mp.unpatch(ddp) first"
                 )
             model.expose()
 

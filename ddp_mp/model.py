@@ -88,15 +88,12 @@ class PatchedModel:
         return self.low.is_low
 
     @property
-    def in_backward(self) -> bool:
-        """Whether a backward is under way, in whatever thread."""
+    def under_way(self) -> str:
+        """``backward`` or ``forward`` while one is under way, in whatever thread; empty between them."""
         self.backward.drop_dead()
-        return self.backward.running
-
-    @property
-    def in_forward(self) -> bool:
-        """Whether a forward is under way, in whatever thread."""
-        return self.backward.forwarding
+        if self.backward.running:
+            return "backward"
+        return "forward" if self.backward.forwarding else ""
 
     @property
     def watches_steps(self) -> bool:
@@ -143,11 +140,10 @@ class PatchedModel:
 
     def _require_between(self, what: str) -> None:
         self.expose()
-        if self.low.is_low and (self.in_backward or self.in_forward):
+        if self.low.is_low and self.under_way:
             raise RuntimeError(
-                f"ddp_mp: a patched model was {what} while a {'backward' if self.in_backward else 'forward'} of it is under "
-                "way, in this or another thread: its parameters are low-precision copies then; do it between steps "
-                "(state_dict() gives masters at any time)"
+                f"ddp_mp: a patched model was {what} while a {self.under_way} of it is under way, in this or another thread: "
+                "its parameters are low-precision copies then; do it between steps (state_dict() gives masters at any time)"
             )
 
     def _master_of(self, param: torch.Tensor) -> torch.Tensor | None:

@@ -156,7 +156,7 @@ def _taking_over(ddp: DistributedDataParallel) -> Iterator[None]:
     # models of another root only share a part
     owners = [owner for owner in registrations.owners(ddp.module) if owner.is_of(ddp.module) and owner.wrapper() is not ddp]
     for owner in owners:
-        _require_idle("ddp_mp.patch", owner.in_backward or owner.in_forward)
+        _require_idle("ddp_mp.patch", bool(owner.under_way))
     for owner in owners:
         owner.expose()  # the plan is one of masters; a backward that is to come puts its copies back by itself
     yield
@@ -257,14 +257,14 @@ def unpatch(ddp: DDP) -> DDP:
     given, ddp = ddp, native.uncompiled(ddp)
     root = root_of(ddp)
     if root is not None:
-        _require_idle("ddp_mp.unpatch", root.in_backward or root.in_forward)
+        _require_idle("ddp_mp.unpatch", bool(root.under_way))
         root.uninstall(ddp)
         logger.info("unpatched %s", type(ddp.module).__name__)
         return given
     model = model_of(ddp)
     if model is None:
         return given
-    _require_idle("ddp_mp.unpatch", model.in_backward or model.in_forward)
+    _require_idle("ddp_mp.unpatch", bool(model.under_way))
     _detach(model)
     model.overrides.remove()
     del ddp.__dict__["_ddp_mp"]

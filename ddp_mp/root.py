@@ -108,14 +108,14 @@ class RootModel:
         return any(row.param.dtype is self.precision.param_dtype for row in self.rows)
 
     @property
-    def in_backward(self) -> bool:
-        """Whether a backward is under way in this thread."""
-        return bool(torch._C._current_graph_task_id() != -1)
+    def under_way(self) -> str:
+        """``backward`` or ``forward`` while one is under way in this thread; empty between them.
 
-    @property
-    def in_forward(self) -> bool:
-        """Whether a forward is under way in this thread: no hook of ours sees its end, so the stack is asked."""
-        return is_called(self._module)
+        No hook of ours sees the end of a forward, so the stack is asked.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            return "backward"
+        return "forward" if is_called(self._module) else ""
 
     watches_steps = False
 
@@ -126,7 +126,7 @@ class RootModel:
 
     def expose(self) -> None:
         """Masters in place, unless a forward or a backward is under way in this thread."""
-        if torch._C._current_graph_task_id() == -1 and not self.in_forward:
+        if not self.under_way:
             for group in self.groups:
                 group.engine.reclaim()
 
