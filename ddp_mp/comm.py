@@ -74,8 +74,8 @@ class Communicator:
         if self.hook is not None:
             hook, state = self.hook
             return hook(state, GradBucket(bucket, buffer, last))
-        flat = torch.view_as_real(buffer) if buffer.is_complex() else buffer
-        return _Reduction(self.process_group.allreduce([lend(flat)]), buffer)
+        flat = lend(torch.view_as_real(buffer) if buffer.is_complex() else buffer)
+        return _Reduction(self.process_group.allreduce([flat]), flat if flat.is_sparse else buffer)
 
     def shadow(self, bucket: GradBucket) -> torch.Tensor:
         """Takes part in the reduction of a bucket that this rank has no gradients for (``Join``); returns the result."""
@@ -85,7 +85,7 @@ class Communicator:
         """The result, flat; the current stream waits for it."""
         if isinstance(pending, _Reduction):
             pending.work.wait()
-            return pending.buffer
+            return pending.buffer.detach() if pending.buffer.is_sparse else pending.buffer
         value = pending.wait()
         if isinstance(value, (list, tuple)):
             value = value[0]
@@ -123,7 +123,7 @@ class Communicator:
 
 
 class _Reduction:
-    """An all-reduce under way, and the memory it works in."""
+    """An all-reduce under way, and the memory it works in; a sparse sum has new memory, which only the lent tensor knows."""
 
     __slots__ = ("buffer", "work")
 

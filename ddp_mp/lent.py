@@ -7,9 +7,9 @@ that it was started in.  Letting go of them takes Python: a thread that comes to
 from __future__ import annotations
 
 import atexit
-import os
 import time
 import weakref
+from os import register_at_fork
 
 import torch
 
@@ -31,4 +31,4 @@ def _await_return() -> None:
         time.sleep(0.001)  # which also lets those threads have Python
 
 
-os.register_at_fork(after_in_child=_lent.clear)  # a child has none of the threads
+register_at_fork(after_in_child=_lent.clear)  # a child has none of the threads
