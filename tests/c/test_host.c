@@ -298,7 +298,7 @@ test_knobs(void)
     CHECK_EQ(kept, 4 << 20);
     CHECK_EQ(mp_host_set_inline_bytes(kept), 5);
     kept = mp_host_set_stream_bytes(6);
-    CHECK_EQ(kept, 64 << 20);
+    CHECK_EQ(kept, 24 << 20);
     CHECK_EQ(mp_host_set_stream_bytes(kept), 6);
     const char *fastest = mp_host_isa();
     CHECK_EQ(mp_host_set_isa("no such"), -1);
