@@ -209,7 +209,7 @@ def cast(src: Tensor, dst: Tensor) -> None:
 def fuse(
     src: Sequence[Tensor | None], add: Sequence[Tensor | None], dst: Sequence[Tensor], divisor: float, private: bool = False
 ) -> None:
-    """The multi-tensor operation of csrc/row.h over lists of tensors of one device; ``private``: on the private stream,
+    """The multi-tensor operation of csrc/core/row.h over lists of tensors of one device; ``private``: on the private stream,
     then waited for."""
 
 def unshared(tensors: Sequence[Tensor], references: int = 1) -> bool:
@@ -218,7 +218,7 @@ def unshared(tensors: Sequence[Tensor], references: int = 1) -> bool:
 def current_stream(tensor: Tensor) -> int: ...
 def build_info() -> dict[str, Any]: ...
 
-# Knobs for tests and benchmarks, see csrc/backend_host.h.
+# Knobs for tests and benchmarks, see csrc/host/backend.h.
 def host_set_inline_bytes(n: int) -> int: ...
 def host_set_stream_bytes(n: int) -> int: ...
 def host_set_isa(name: str | None) -> None: ...

@@ -15,9 +15,9 @@ from pathlib import Path
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 #: The backend itself: its calls of the driver, and what it refuses.
-BACKEND = ("backend_cuda", "cuda_slot", "cuda_table", "cuda_module")
+BACKEND = ("cuda/backend", "cuda/slot", "cuda/table", "cuda/image")
 #: Who asks the backend for order.
-CALLERS = ("engine_pass", "engine", "event", "operations")
+CALLERS = ("python/engine_pass", "python/engine", "python/event", "python/operations")
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Mutant:
     place: str  # file:line
     what: str
     text: str  # the mutated file
-    stem: str  # of a C file; of PTX, its architecture
+    stem: str  # of a C file, below csrc and without its suffix; of PTX, its architecture
     verdict: str = ""
     seconds: float = 0.0
 

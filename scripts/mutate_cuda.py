@@ -3,7 +3,7 @@
 
     python scripts/mutate_cuda.py                     every mutant of the C code, a sample of the PTX; writes docs/mutation.md
     python scripts/mutate_cuda.py --sample 0          every mutant of the PTX too
-    python scripts/mutate_cuda.py --only cuda_slot    the mutants whose place or description contains that; no report
+    python scripts/mutate_cuda.py --only cuda/slot    the mutants whose place or description contains that; no report
 
 A mutant of the C code is one call or one check less.  It is compiled into tests/c/test_cuda.c, which runs the backend on the
 simulated driver, and where that notices nothing into a copy of the extension, which trains on it.  A mutant of the kernel
@@ -45,8 +45,8 @@ from simcuda.build import library, locked  # noqa: E402
 CC = os.environ.get("CC", "gcc")
 C_FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O1", "-fPIC", "-pthread", "-w", f"-I{ROOT / 'csrc'}"]
 PROGRAM = ROOT / "tests" / "c" / "test_cuda.c"
-PROGRAM_SOURCES = ("backend", "backend_cuda", "cuda_driver", "cuda_module", "cuda_nvrtc", "cuda_slot", "cuda_table")
-CASTS = ("cast", "cast_scalar", "cast_avx2", "cast_avx512", "cast_neon")
+PROGRAM_SOURCES = ("core/backend", *(f"cuda/{name}" for name in ("backend", "driver", "image", "nvrtc", "slot", "table")))
+CASTS = tuple(f"host/convert{name}" for name in ("", "_scalar", "_avx2", "_avx512", "_neon"))
 LINKING = ("-pthread", "-Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc,--wrap=free")
 #: What the extension is tried with where the C program notices nothing: fast, and about order and errors.
 TRAINING = [
@@ -161,14 +161,17 @@ class Bench:
             self._find_image()
 
     def _build_program(self) -> None:
-        jobs = [(ROOT / "csrc" / f"{stem}.c", WORK / f"{stem}.o") for stem in PROGRAM_SOURCES + CASTS]
+        jobs = [(ROOT / "csrc" / f"{stem}.c", self._object(stem)) for stem in PROGRAM_SOURCES + CASTS]
         jobs.append((PROGRAM, WORK / "test_cuda.o"))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             includes = ["-I", ROOT / "tests" / "simcuda"]
             list(pool.map(lambda job: must([CC, *C_FLAGS, *includes, "-c", job[0], "-o", job[1]]), jobs))
 
+    def _object(self, stem: str) -> Path:
+        return WORK / f"{stem.replace('/', '-')}.o"
+
     def _link_program(self, target: Path, instead: dict[str, Path]) -> None:
-        objects = [instead.get(stem, WORK / f"{stem}.o") for stem in (*PROGRAM_SOURCES, *CASTS, "test_cuda")]
+        objects = [instead.get(stem, self._object(stem)) for stem in (*PROGRAM_SOURCES, *CASTS, "test_cuda")]
         must([CC, *LINKING, *objects, "-ldl", "-lm", "-o", target])
 
     def _build_extension(self) -> None:
@@ -194,7 +197,7 @@ class Bench:
         folder = WORK / f"mutant-{digest(mutant.stem, mutant.text)}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        source, made = folder / f"{mutant.stem}.c", folder / f"{mutant.stem}.o"
+        source, made = folder / "mutant.c", folder / "mutant.o"
         source.write_text(mutant.text)
         include = [f"-I{sysconfig.get_paths()['include']}", '-DMP_VERSION="mutant"']
         code, output = run([CC, *C_FLAGS, *include, "-c", source, "-o", made], 120)
@@ -220,7 +223,7 @@ class Bench:
     def _run_training(self, folder: Path, stem: str, made: Path) -> tuple[int, str]:
         package = folder / "site" / "ddp_mp"
         shutil.copytree(ROOT / "ddp_mp", package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-        objects = [path for path in (WORK / "temp").rglob("*.o") if path.stem != stem]
+        objects = [p for p in (WORK / "temp").rglob("*.o") if not p.with_suffix("").as_posix().endswith(f"csrc/{stem}")]
         suffix = sysconfig.get_config_var("EXT_SUFFIX")
         must([CC, "-shared", "-pthread", *objects, made, "-o", package / f"_C{suffix}"])
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml"]
@@ -231,7 +234,7 @@ class Bench:
 
     def expect_unchanged_to_pass(self, training: bool) -> None:
         """What is not mutated passes, in the very way that mutants are tried: else every verdict would be worthless."""
-        same = Mutant("backend_cuda.c:0", "nothing", (ROOT / "csrc" / "backend_cuda.c").read_text(), "backend_cuda")
+        same = Mutant("cuda/backend.c:0", "nothing", (ROOT / "csrc" / "cuda" / "backend.c").read_text(), "cuda/backend")
         output = self.try_c(same, training)
         if same.verdict != "survived":
             raise SystemExit(f"the code is {same.verdict} without any mutation, so nothing was tried:\n{output[-4000:]}")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from simcuda import build
 
-KERNELS = Path(__file__).parents[1] / "csrc" / "kernels"
+KERNELS = Path(__file__).parents[1] / "csrc" / "cuda"
 
 
 def kernel_image() -> Path:

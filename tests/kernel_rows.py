@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-SIZES = (8, 4, 2, 2)  # of float64, float32, bfloat16, float16: mp_dtype of csrc/dtype.h
+SIZES = (8, 4, 2, 2)  # of float64, float32, bfloat16, float16: mp_dtype of csrc/core/dtype.h
 NAMES = ("float64", "float32", "bfloat16", "float16")
 NONE = 255
 SHIFT = 10  # chunks of 1024 elements: one full step of the loop with the most loads in flight
@@ -133,7 +133,7 @@ class Table:
         return [(0, len(self.rows), GRID)]
 
     def _table(self, begin: int, end: int) -> tuple[np.ndarray, int]:
-        """What the kernel reads for some of the rows, and the chunks in all.  As csrc/cuda_table.c makes it."""
+        """What the kernel reads for some of the rows, and the chunks in all.  As csrc/cuda/table.c makes it."""
         base, chunk = self.memory.ctypes.data, 0
         table = np.zeros(end - begin, ROW)
         for i, (src, add, dst, s, a, d, numel) in enumerate(self.rows[begin:end]):

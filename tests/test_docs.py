@@ -243,7 +243,7 @@ def test_error_is_on_the_troubleshooting_page(place: str) -> None:
 
 
 def test_every_row_of_the_troubleshooting_page_is_an_error_of_ours() -> None:
-    sources = [re.sub(r'"\s*\n\s*"', "", p.read_text(encoding="utf-8")) for p in (ROOT / "csrc").glob("*.c")]
+    sources = [re.sub(r'"\s*\n\s*"', "", p.read_text(encoding="utf-8")) for p in (ROOT / "csrc").rglob("*.c")]
     known = [
         *ERRORS.values(),
         *sources,

@@ -150,7 +150,7 @@ def test_kernel_bits_equal_to(texts: dict[int, bytes], src: int, dst: int) -> No
 
 
 def in_pytorch(src: torch.Tensor | None, add: torch.Tensor | None, dst: int, divisor: float) -> torch.Tensor:
-    """The formula of csrc/row.h, operation by operation."""
+    """The formula of csrc/core/row.h, operation by operation."""
     given = [t for t in (src, add) if t is not None]
     wide = torch.float64 if dst == F64 or any(t.dtype is torch.float64 for t in given) else torch.float32
     value = torch.zeros(len(given[0]), dtype=wide) if src is None else src.to(wide)

@@ -94,7 +94,7 @@ def test_image_is_compiled_once_for_the_same_inputs(
     with mock.patch.object(runpy, "run_path", return_value={"build": build}):
         for _ in range(2):
             assert setup_script["cuda_image"](str(tmp_path / "cache")) == (b"image", "note")
-        assert compiled == [(str(nvcc), "csrc/kernels/cast.cu")]
+        assert compiled == [(str(nvcc), "csrc/cuda/cast.cu")]
         os.utime(nvcc, ns=(1, 1))  # another nvcc
         assert setup_script["cuda_image"](str(tmp_path / "cache")) == (b"image", "note")
     assert len(compiled) == 2
@@ -106,7 +106,7 @@ def test_extension_is_built_again_when_any_of_its_files_changes(setup_script: di
     tracked = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.[ch]")}
     assert tracked
     assert not tracked - listed
-    assert {"csrc/kernels/cast.cu", "csrc/kernels/build_image.py", "setup.py", "ddp_mp/_version.py"} <= listed
+    assert {"csrc/cuda/cast.cu", "csrc/cuda/build_image.py", "setup.py", "ddp_mp/_version.py"} <= listed
 
 
 @pytest.mark.parametrize(

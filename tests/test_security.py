@@ -30,8 +30,8 @@ __attribute__((constructor)) static void loaded(void) { puts("planted library lo
 
 PROGRAM = """
 #include <stdio.h>
-#include "cuda_driver.h"
-#include "cuda_nvrtc.h"
+#include "cuda/driver.h"
+#include "cuda/nvrtc.h"
 int main(void)
 {
     const char *why;
@@ -62,7 +62,9 @@ def test_libraries_of_the_current_folder_are_not_loaded(tmp_path: Path) -> None:
     csrc = ROOT / "csrc"
     program, folder = tmp_path / "program", tmp_path / "folder"
     folder.mkdir()
-    compile_c(PROGRAM, program, f"-I{csrc}", str(csrc / "cuda_driver.c"), str(csrc / "cuda_nvrtc.c"), "-pthread", "-ldl")
+    compile_c(
+        PROGRAM, program, f"-I{csrc}", str(csrc / "cuda" / "driver.c"), str(csrc / "cuda" / "nvrtc.c"), "-pthread", "-ldl"
+    )
     compile_c(LIBRARY, folder / NAMES[0], "-shared", "-fPIC")
     for name in NAMES[1:]:
         shutil.copy(folder / NAMES[0], folder / name)

@@ -1,7 +1,7 @@
 /* Plans over element counts and limits of any kind, checked against what plan.h promises.
  *
  * gcc -std=c11 -D_GNU_SOURCE -O1 -g -Wall -Wextra -Werror -pthread -fsanitize=address,undefined -Icsrc \
- *     tests/c/fuzz_plan.c csrc/plan.c -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc -o fuzz_plan
+ *     tests/c/fuzz_plan.c csrc/core/plan.c -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc -o fuzz_plan
  *
  * Without an argument it tries the same inputs in every run; `fuzz_plan SECONDS SEED` tries others for so long.  With
  * clang, `-fsanitize=fuzzer -DLIBFUZZER` gives the same checks a driver that looks for inputs that run new code. */
@@ -10,7 +10,7 @@
 
 #include "check.h"
 #include "malloc_fault.h"
-#include "plan.h"
+#include "core/plan.h"
 
 enum { MOST_ROWS = 200, INPUT_BYTES = 2048 };
 

@@ -3,14 +3,14 @@
  * Stands alone; from the top of the repository:
  *
  *     gcc -std=c11 -O2 -Wall -Wextra -Wconversion -Werror -fsanitize=address,undefined -Icsrc \
- *         tests/c/test_cast.c csrc/cast*.c -lm -o /tmp/test_cast && /tmp/test_cast
+ *         tests/c/test_cast.c csrc/host/convert*.c -lm -o /tmp/test_cast && /tmp/test_cast
  */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "cast.h"
-#include "cast_kernel.h"
+#include "host/convert.h"
+#include "host/convert_kernel.h"
 #include "check.h"
 
 #define COUNT(array) (sizeof(array) / sizeof *(array))

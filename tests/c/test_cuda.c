@@ -1,7 +1,7 @@
 /* Tests of the CUDA backend, against the simulated driver of tests/simcuda: opening and its failures, conversion bit
  * for bit, uploads, order between streams, memory that is in use, events, capture, faults, fork.
  *
- * gcc -std=c11 -D_GNU_SOURCE -O1 -g -Wall -Wextra -Werror -pthread -fsanitize=address,undefined -Icsrc -Itests/simcuda tests/c/test_cuda.c csrc/backend.c csrc/backend_cuda.c csrc/cuda_*.c csrc/cast.c csrc/cast_scalar.c csrc/cast_avx2.c csrc/cast_avx512.c csrc/cast_neon.c -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc,--wrap=free -ldl -lm -o test_cuda
+ * gcc -std=c11 -D_GNU_SOURCE -O1 -g -Wall -Wextra -Werror -pthread -fsanitize=address,undefined -Icsrc -Itests/simcuda tests/c/test_cuda.c csrc/core/backend.c csrc/cuda/*.c csrc/host/convert.c csrc/host/convert_scalar.c csrc/host/convert_avx2.c csrc/host/convert_avx512.c csrc/host/convert_neon.c -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc,--wrap=free -ldl -lm -o test_cuda
  *
  * DDP_MP_SIMCUDA names the simulated libcuda.so.1 and DDP_MP_IMAGE the file that kernels/build_image.py makes.  Without
  * them, all that is tested is that a machine without a driver is told so.
@@ -19,13 +19,13 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "backend.h"
-#include "backend_cuda.h"
-#include "cast.h"
+#include "core/backend.h"
+#include "cuda/backend.h"
+#include "host/convert.h"
 #include "check.h"
-#include "cuda_device.h"
-#include "cuda_image.h"
-#include "cuda_slot.h"
+#include "cuda/device.h"
+#include "cuda/embedded.h"
+#include "cuda/slot.h"
 #include "malloc_fault.h"
 #include "simcuda.h"
 

@@ -1,12 +1,12 @@
 /* Tests of deque.c against a plain array, at every size around growing and shrinking.
  *
  * gcc -std=c11 -D_GNU_SOURCE -O1 -g -Wall -Wextra -Werror -pthread -fsanitize=address,undefined -Icsrc \
- *     tests/c/test_deque.c csrc/deque.c -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc -o test_deque
+ *     tests/c/test_deque.c csrc/python/deque.c -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc -o test_deque
  */
 #include <stdlib.h>
 
 #include "check.h"
-#include "deque.h"
+#include "python/deque.h"
 #include "malloc_fault.h"
 
 enum { MOST = 4096 };

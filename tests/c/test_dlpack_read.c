@@ -1,10 +1,10 @@
-/* Tests of dlpack_read.c and view.c: what is read of a description, and which descriptions are refused.
+/* Tests of core/dlpack.c and view.c: what is read of a description, and which descriptions are refused.
  *
  * gcc -std=c11 -D_GNU_SOURCE -O1 -g -Wall -Wextra -Werror -pthread -fsanitize=address,undefined -Icsrc \
- *     tests/c/test_dlpack_read.c csrc/dlpack_read.c csrc/view.c -o test_dlpack_read
+ *     tests/c/test_dlpack_read.c csrc/core/dlpack.c csrc/core/view.c -o test_dlpack_read
  */
 #include "check.h"
-#include "dlpack_read.h"
+#include "core/dlpack.h"
 
 static double memory[64];
 

@@ -1,12 +1,12 @@
 /* Tests of the host backend: order, events, tables that change, held workers, threads, fork, failure, exit.
  *
  * gcc -std=c11 -D_GNU_SOURCE -O1 -g -Wall -Wextra -Werror -pthread -fsanitize=address,undefined -Icsrc \
- *     tests/c/test_host.c csrc/backend.c csrc/backend_host.c csrc/host_rows.c csrc/host_stream.c csrc/cast.c \
- *     csrc/cast_scalar.c csrc/cast_avx2.c csrc/cast_avx512.c csrc/cast_neon.c \
+ *     tests/c/test_host.c csrc/core/backend.c csrc/host/backend.c csrc/host/rows.c csrc/host/stream.c csrc/host/convert.c \
+ *     csrc/host/convert_scalar.c csrc/host/convert_avx2.c csrc/host/convert_avx512.c csrc/host/convert_neon.c \
  *     -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc,--wrap=pthread_create -o test_host
  *
  * Also with -fsanitize=thread.  Built with -O2 and without a sanitizer, `test_host measure` prints the figures that the
- * defaults in backend_host.c rest on.
+ * defaults in host/backend.c rest on.
  */
 #include <errno.h>
 #include <pthread.h>
@@ -21,8 +21,8 @@
 #include <xmmintrin.h>
 #endif
 
-#include "backend.h"
-#include "backend_host.h"
+#include "core/backend.h"
+#include "host/backend.h"
 #include "check.h"
 #include "malloc_fault.h"
 

@@ -1,14 +1,14 @@
 /* Tests of plan.c: where rows go, sizes beyond 32 bits, refusals, fingerprints.
  *
  * gcc -std=c11 -D_GNU_SOURCE -O1 -g -Wall -Wextra -Werror -pthread -fsanitize=address,undefined -Icsrc \
- *     tests/c/test_plan.c csrc/plan.c -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc -o test_plan
+ *     tests/c/test_plan.c csrc/core/plan.c -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc -o test_plan
  */
 #include <stdlib.h>
 #include <time.h>
 
 #include "check.h"
 #include "malloc_fault.h"
-#include "plan.h"
+#include "core/plan.h"
 
 #define MIB ((int64_t)1 << 20)
 #define GIB ((int64_t)1 << 30)
