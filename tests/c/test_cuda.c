@@ -1,7 +1,7 @@
 /* Tests of the CUDA backend, against the simulated driver of tests/simcuda: opening and its failures, conversion bit
  * for bit, uploads, order between streams, memory that is in use, events, capture, faults, fork.
  *
- * gcc -std=c11 -D_GNU_SOURCE -O1 -g -Wall -Wextra -Werror -pthread -fsanitize=address,undefined -Icsrc -Itests/simcuda tests/c/test_cuda.c csrc/core/backend.c csrc/cuda/*.c csrc/host/convert.c csrc/host/convert_scalar.c csrc/host/convert_avx2.c csrc/host/convert_avx512.c csrc/host/convert_neon.c -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc,--wrap=free -ldl -lm -o test_cuda
+ * gcc -std=c11 -D_GNU_SOURCE -O1 -g -Wall -Wextra -Werror -pthread -fsanitize=address,undefined -Icsrc -Itests/simcuda tests/c/test_cuda.c csrc/core/backend.c csrc/cuda/backend.c csrc/cuda/driver.c csrc/cuda/image.c csrc/cuda/nvrtc.c csrc/cuda/slot.c csrc/cuda/table.c csrc/host/convert.c csrc/host/convert_scalar.c csrc/host/convert_avx2.c csrc/host/convert_avx512.c csrc/host/convert_neon.c -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc,--wrap=free -ldl -lm -o test_cuda
  *
  * DDP_MP_SIMCUDA names the simulated libcuda.so.1 and DDP_MP_IMAGE the file that kernels/build_image.py makes.  Without
  * them, all that is tested is that a machine without a driver is told so.
