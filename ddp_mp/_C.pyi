@@ -43,7 +43,7 @@ UNCHANGED: int  # 0
 MOVED: int  # 1: data of some rows moved or changed type or size: see Engine.moved()
 REPLACED: int  # 2: a module no longer holds the parameter object of the plan
 
-WRITTEN: int  # 3: resume() only: a version counter moved since remember()
+WRITTEN: int  # 3: check_unwritten() only: a version counter moved since remember()
 
 class Engine:
     """Casts the masters of one device into low-precision copies, and switches ``.data`` between the two.
@@ -91,10 +91,12 @@ class Engine:
         """``param.data = master`` for the bucket's rows (-1: all).  Goes on past an error and raises the first at the end.
         The caller's current stream waits for the casts first: who has the masters back may write them."""
     def remember(self) -> None:
-        """Keeps the version counter of every parameter, for resume()."""
-    def resume(self) -> int:
-        """check(), and when no version counter moved since remember(): lower().  Otherwise nothing is done.  Nothing is
-        cast: the copies are those of the last cast().  Writes that count no version are not seen."""
+        """Keeps the version counter of every parameter, for check_unwritten()."""
+    def check_and_cast(self) -> int:
+        """check(); when unchanged: cast().  Otherwise nothing is done."""
+    def check_unwritten(self) -> int:
+        """check(); when unchanged: WRITTEN where a version counter moved since remember().  Writes that count no version are
+        not seen."""
     def reclaim(self) -> None:
         """Where somebody else may have switched ``.data``: rows that still are their copies become masters, and rows that
         are something else are taken to be masters."""
@@ -106,98 +108,111 @@ class Engine:
         """A new Event for what the last cast() recorded for the bucket."""
     def counters(self) -> dict[str, int]: ...
 
-class Gradients:
-    """Readiness, packing and hand-over of the gradients of a list of parameters of one device.
+class Leaves:
+    """The leaves of one generation, and the sites that they are placed in: entries of ``module.__dict__``.
 
-    ``buckets[b]`` lists rows in packing order; each row is in exactly one bucket.  ``on_first(row)`` is called when a hook
-    fires outside begin()/end(); ``on_ready(bucket)`` when the last row of a bucket fired and ``early`` was set.
-    Exceptions of both propagate out of the backward.  ``on_error()`` is called before a hook raises an error of its own.
+    ``memory`` says where each leaf lies: a tensor, and bytes from its start.
+    ``sites`` are ``(module, name of the parameter, index into leaves)``; modules are referred to weakly.
     """
 
     def __init__(
         self,
-        params: Sequence[Tensor],
+        masters: Sequence[Tensor],
+        leaves: Sequence[Tensor],
+        memory: Sequence[tuple[Tensor, int]],
+        names: Sequence[str],
+        sites: Sequence[tuple[object, str, int]],
+    ) -> None: ...
+    def place(self) -> bool:
+        """Puts every leaf into its sites.  False, and nothing is stored, where a site has an entry already."""
+    def take_back(self) -> bool:
+        """Deletes the entries that are our leaves; others stay.  Returns whether every site held its leaf."""
+    def match(self) -> None:
+        """``requires_grad`` of every leaf becomes its master's."""
+    def remember(self) -> None:
+        """Notes the version counter of every leaf, for changed()."""
+    def bumped(self) -> None:
+        """The version of every leaf was counted up by one since remember(), by the caller."""
+    def changed(self) -> tuple[list[int], list[int]] | None:
+        """None, or (leaves written since remember() or moved out of their memory, leaves whose ``requires_grad`` was set since match())."""
+
+class GradientHook:
+    """What Gradients.hook() returns; refers to its owner weakly."""
+
+    def __call__(self, tensor: Tensor) -> None: ...
+
+class Gradients:
+    """Readiness and movement of the gradients of one wrapped module's trainable parameters, which are its rows.
+
+    A backward is begin(), hooks that fire, then for every bucket either pack() and give() around a reduction or accumulate()
+    without one, and end().  A gradient arrives on a leaf, or on the master.  ``buckets`` are lists of rows, each row in one;
+    ``cast`` says of each row whether a leaf stands for it.
+
+    ``on_first(row, elsewhere)`` is called when a gradient arrives and no backward has begun; ``elsewhere``: on the master of a
+    row that is cast.  ``on_ready(bucket)`` when its last row has fired, in an early backward.  ``on_special(row, leaf)`` when a
+    leaf has a gradient that is not simply packed: the master has hooks of the user, or another leaf of it has a gradient.
+    ``on_error()`` before an error of a callback leaves a hook.
+    """
+
+    def __init__(
+        self,
+        masters: Sequence[Tensor],
         names: Sequence[str],
         buckets: Sequence[Sequence[int]],
-        on_first: Callable[[int], None],
+        cast: Sequence[bool],
+        on_first: Callable[[int, bool], None],
         on_ready: Callable[[int], None],
-        on_error: Callable[[], None] | None = None,
+        on_special: Callable[[int, Any], None],
+        on_error: Callable[[], None],
     ) -> None: ...
-    def hook(self, row: int) -> Callable[[Tensor], None]:
-        """Callable for ``register_post_accumulate_grad_hook``; holds a weak or plain reference to self, no cycle through the
-        parameter is left uncollectable."""
-    def begin(self, early: bool, fired_row: int = -1) -> int:
-        """A backward starts: every defined ``.grad`` is set aside (stashed) and ``.grad`` becomes None.  A stash is `synced`
-        when it is the very object that hand_over() left and its version counter has not moved, otherwise `local`: only this
-        rank may have it, or what it has beyond its `base`.  Returns how many were set aside.  ``fired_row`` is a row whose hook fired already in this
-        backward (the caller is on_first): its ``.grad`` holds the new gradient and stays."""
+    early: bool
+    @property
+    def active(self) -> bool: ...
     @property
     def fires(self) -> int:
         """Hooks that fired since begin()."""
     @property
     def refired(self) -> bool:
-        """Whether some row fired more than once between two reset()s."""
+        """Whether some tensor's hook fired twice in one backward, since reset()."""
     @property
-    def active(self) -> bool: ...
-    def fired_flags(self) -> bytearray:
-        """One byte a row: not 0 when its hook fired since reset()."""
-    def unfired(self, bucket: int) -> list[int]: ...
-    def pack(self, bucket: int, out: Tensor, divisor: float) -> list[int]:
-        """out[...] = (grad + stash) / divisor, the stash where it takes part in the reduction, row after row without gaps, on
-        the caller's current stream; then ``.grad`` is None.  ``out``: 1-D, contiguous, as many elements as the bucket.  Missing
-        gradients are zeros.  Rows whose gradient cannot be read flat (other strides, no DLPack), or that have a base, are left
-        untouched and returned: the caller copies them."""
-    def stashed(self, bucket: int) -> int:
-        """How many rows of the bucket have something set aside."""
-    def stash(self, row: int) -> Tensor | None: ...
-    def is_local(self, row: int) -> bool:
-        """Whether what is set aside for the row is local."""
-    def reduces_stash(self, row: int) -> bool:
-        """Whether what is set aside takes part in the reduction: it is local, or reduce_whole() was called."""
-    def reduce_whole(self, bucket: int) -> None:
-        """From now on all that is set aside takes part in the bucket's reduction, as in plain DDP, so that ranks agree whatever
-        one of them did to its gradient.  For reductions in a type that holds every value of the masters' type."""
-    def of_other_type(self, bucket: int) -> list[int]:
-        """Rows whose stash was set by the user and has another element type than the parameter had at construction."""
-    def set_stash(self, row: int, tensor: Tensor) -> None:
-        """``tensor`` takes the place of what was set aside."""
-    def without_base(self, bucket: int) -> list[int]:
-        """Rows that fired, whose stash is synced and takes no part in the reduction.  Before accumulate() adds to such a stash it
-        needs a base."""
-    def base(self, row: int) -> Tensor | None:
-        """What set_base() gave, until the next hand_over() or until ``.grad`` is found to be another object."""
-    def set_base(self, row: int, tensor: Tensor) -> None:
-        """A copy of a synced stash, equal on all ranks: the stash is local from now on.  What this rank adds, the stash less
-        its base, is what it contributes to the next reduction: pack() and hand_over() leave such rows to the caller.
-        A version counter that moved takes it away."""
-    def contributes(self) -> bytes:
-        """One byte a row: 1 when it fired since reset() or something local is set aside for it, 2 when it fired and pack()
-        found no gradient: autograd hands undefined ones to what a loss does not need."""
-    def position(self, row: int) -> int:
-        """The row's place in its bucket."""
-    def hand_over(
-        self, bucket: int, reduced: Tensor, views: Sequence[Tensor] | None, divisor: float, used: bytes | None
-    ) -> list[int]:
-        """After a reduction: ``.grad`` of every row becomes its stash (overwritten by reduced / divisor where it took part in the
-        reduction, else increased by it) or, where nothing was set aside, ``views[k]`` (k: position in the bucket), which is
-        filled unless it already is that part of ``reduced``.  Views are of one tensor, so that they share its version counter; a
-        tuple is not copied.  used[row] == 0: ``.grad`` becomes what it was before begin().  Parameters must be
-        masters.  What is handed over is `synced` from now on."""
-    def accumulate(self, bucket: int, views: Sequence[Tensor] | None) -> list[int]:
-        """Without a reduction: stash += grad, or views[k] = grad where nothing was set aside; ``.grad`` becomes that.  Rows
-        that did not fire get their stash back.  Result is `local`.  Returns rows to be copied by the caller, as pack() does."""
-    def settle(self, row: int, grad: Tensor | None, synced: bool) -> None:
-        """Finishes a row that hand_over() or accumulate() returned: ``.grad = grad``, and what was set aside is dropped.
-        ``synced``: the gradient is equal on all ranks, as after hand_over()."""
-    def end(self) -> None:
-        """The backward is over: hooks that fire from now on call on_first."""
-    def reset(self) -> None:
-        """Forgets what fired: the next round of readiness starts."""
+    def direct(self) -> bool:
+        """Whether a gradient arrived on a master that has a leaf, since begin()."""
+    def hook(self, row: int) -> GradientHook:
+        """The post-accumulate-grad hook for the row's master and for each leaf of it."""
+    def begin(self, early: bool) -> None: ...
+    def end(self) -> None: ...
     def abort(self) -> None:
-        """``.grad`` of every row becomes what was set aside in begin() (None where nothing was) and end()s and reset()s.
-        Parameters must be masters."""
-    def set_launched(self, bucket: int) -> None:
-        """A row of this bucket that fires again before reset() raises RuntimeError by name."""
+        """After an error: leaves that fired lose their gradients; end() and reset()."""
+    def reset(self) -> None:
+        """The next round of readiness starts."""
+    def unfired(self, bucket: int) -> list[int]:
+        """Rows that have not fired since reset()."""
+    def fired_flags(self) -> bytes:
+        """A byte per row: 1 when it fired since reset(), with a gradient."""
+    def contributes(self) -> bytes:
+        """A byte per row: 1 when something was packed for it since reset()."""
+    def mark(self, row: int) -> None:
+        """The caller has packed something for the row."""
+    def launch(self, bucket: int) -> None:
+        """A row of the bucket that fires again raises RuntimeError, as after pack()."""
+    def source(self, row: int) -> Any | None:
+        """The leaf that fired last in this backward."""
+    def lacks(self, bucket: int) -> bool:
+        """Whether give() or accumulate() needs a view for some row of the bucket."""
+    def pack(self, bucket: int, out: Tensor, divisor: float) -> list[int]:
+        """out = (leaf.grad + master.grad) / divisor, in one launch on the current stream; then leaf.grad is None.
+
+        Returns rows left to the caller, whose part of ``out`` is not written.
+        """
+    def give(
+        self, bucket: int, reduced: Tensor, views: tuple[Tensor, ...] | None, divisor: float, used: bytes | None
+    ) -> list[int]:
+        """master.grad = reduced / divisor: into the gradient that it had before this backward, else it becomes the row's view.
+
+        ``used``: a byte per row; 0 leaves the row as it is.  Returns rows left to the caller.
+        """
+    def accumulate(self, bucket: int, views: tuple[Tensor, ...] | None) -> list[int]:
+        """master.grad += leaf.grad, in the master's type; then leaf.grad is None.  Returns rows left to the caller."""
 
 def describe(tensor: Tensor) -> dict[str, Any]:
     """data, numel, dtype (name), dense (bool), device_type, device_index, shape, strides; BufferError with the reason when

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import _C, patching
 from ._version import __version__
-from .low import LowPrecision
+from .leaves import LeafPool, take_back
 from .options import FLOATING, MixedPrecision, Options
 from .parameters import managed_parameters
 from .stats import stats
@@ -135,30 +135,32 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def check_order(place: torch.device) -> str:
     """Casts read what was written before them, are waited for, and are over before the masters are written again."""
     module = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)]).to(place)
-    low = LowPrecision(managed_parameters(module, set()), torch.bfloat16, Options(first_bucket_mb=0.1, bucket_mb=0.1))
+    options = Options(first_bucket_mb=0.1, bucket_mb=0.1)
+    pool = LeafPool(managed_parameters(module, set()), torch.bfloat16, options, lambda row, leaf: None)
     rounds = 20
     with torch.no_grad(), _streams(place) as on_streams:
         for number in range(rounds):
             with on_streams[number % len(on_streams)]():
-                _require_order(module, low, place, float(number + 1))
+                _require_order(module, pool, place, float(number + 1))
     return f"{rounds} rounds of writing, casting and reading kept their order"
 
 
-def _require_order(module: nn.Module, low: LowPrecision, place: torch.device, value: float) -> None:
+def _require_order(module: nn.Module, pool: LeafPool, place: torch.device, value: float) -> None:
     with _held_up(place):
         for param in module.parameters():
             param.fill_(value)
-        low.enter(live=False)
-        if place.type == "cpu" and low.groups[0].engine.event(0).query():
+        placement = pool.place_present()
+        if place.type == "cpu" and pool.groups[0].engine.event(0).query():
             raise CheckError("a cast counts as done before it has run")
-    low.wait()
-    seen = [param.clone() for param in module.parameters()]
-    low.leave(live=False)
+    pool.wait()
+    seen = [leaf.clone() for leaf in placement.generation.leaves]
+    take_back(placement)
+    pool.free(placement.generation)
     for param in module.parameters():
         param.fill_(-1)
-    for copied in seen:
-        if copied.dtype is not torch.bfloat16 or not bool((copied == value).all()):
-            raise CheckError(f"copies should hold {value} in bfloat16; found {copied.flatten()[:4].tolist()} in {copied.dtype}")
+    for leaf in seen:
+        if leaf.dtype is not torch.bfloat16 or not bool((leaf == value).all()):
+            raise CheckError(f"leaves should hold {value} in bfloat16; found {leaf.flatten()[:4].tolist()} in {leaf.dtype}")
 
 
 @contextlib.contextmanager

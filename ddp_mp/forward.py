@@ -1,174 +1,264 @@
-"""What happens around a forward of the root module: parameters become copies before it, and what ends it decides the rest."""
+"""What happens around a forward of the wrapped module: masters are cast, leaves are placed, and taken back at its end."""
 
 from __future__ import annotations
 
 import sys
+import warnings
+import weakref
 from collections.abc import Callable
+from threading import get_ident
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
-from .backward import Backward
-from .low import LowPrecision, ReplacedError
-from .ranges import span
+from .hooks import CallFrame, module_call, span, untraced, weakly
+from .leaves import Placement, ReplacedError, take_back
+from .options import Options
+from .plan import Plan
+from .step import Pass
 from .tensors import cast_tensors, tensors_in
-from .untraced import untraced
-from .waits import Waits
-from .weak import weakly
 
 #: The transform of torch.func that is under way in this thread, or None.
 _transform = torch._C._functorch.peek_interpreter_stack
 
 
+class _Call:
+    """One call of the wrapped module under way."""
+
+    __slots__ = ("frame", "handled", "inside", "placement", "plan", "stands_for", "was_low")
+
+    def __init__(self, frame: FrameType, handled: BaseException | None) -> None:
+        self.frame = CallFrame(frame)
+        self.handled = handled  # the exception being handled when the call began: an error of the call is another one
+        self.plan: Plan | None = None  # None: plain tensors stand in for the parameters (functional_call)
+        self.placement: Placement | None = None
+        self.was_low = False
+        self.stands_for: Pass | None = None  # what a backward inside this forward belongs to
+        self.inside = False  # the module called itself, or a checkpoint computes it again inside a backward
+
+
 class Forward:
-    """The root module's hooks, registered with ``prepend`` so that hooks of others see cast parameters.
+    """The wrapped module's hooks, registered with ``prepend`` so that hooks of others see leaves.
 
     Args:
         module: the wrapped module.
-        prepare: called before each forward, and with True when a parameter was replaced; says whether to cast.
-        output_dtype: what floating-point outputs are cast to; None: they are left alone.
+        prepare: called before each forward, and with True when a parameter was replaced; gives the plan, or None where plain
+            tensors stand in for the parameters.
+        keep: what a graph keeps alive until its backward.
+        dtype: what floating-point inputs are cast to; None: they are left alone.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        low: LowPrecision,
-        backward: Backward,
-        waits: Waits,
-        prepare: Callable[[bool], bool],
-        output_dtype: torch.dtype | None,
+        prepare: Callable[[bool], Plan | None],
+        keep: Callable[[], object],
+        dtype: torch.dtype | None,
+        options: Options,
     ) -> None:
-        self.low, self.backward, self.waits = low, backward, waits
-        self._prepare = prepare
-        self._output_dtype = output_dtype
+        self._prepare, self._keep = prepare, keep
+        self._dtype = dtype if options.cast_forward_inputs and not options.autocast else None
+        self._output_dtype = options.output_dtype
         self._calls: list[_Call] = []
+        self._warned: set[str] = set()
         self.forwards = 0
-        backward.is_forwarding = weakly(self._is_under_way, False)
+        self.full_depth = 0  # blocks of full_precision() around calls
         enter, leave = weakly(self._enter, None), weakly(self._leave, None)
 
-        def before(root: nn.Module, args: Any) -> None:
-            enter(_module_call(sys._getframe(1)))
+        def before(root: nn.Module, args: Any, kwargs: Any) -> Any:
+            # a clone of the module carries this hook too
+            return enter(module_call(sys._getframe(1)), args, kwargs) if root is own() else None
 
         def after(root: nn.Module, args: Any, output: Any) -> Any:
-            return leave(output)
+            return leave(output) if root is own() else None
 
+        own = weakref.ref(module)
         self._handles = [
-            module.register_forward_pre_hook(untraced(before), prepend=True),
+            module.register_forward_pre_hook(untraced(before), prepend=True, with_kwargs=True),
             module.register_forward_hook(untraced(after), always_call=True),
         ]
 
     def detach(self) -> None:
-        """Removes the hooks from the module."""
+        """Removes the hooks from the module, and ends calls that an interrupt has left."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self.waits.detach()
+        for call in self._calls:
+            self._put_away(call)
+        self._calls = []
 
     @property
     def hook_ids(self) -> set[int]:
         """Keys of our hooks in the module's hook dictionaries."""
-        return {handle.id for handle in self._handles} | self.waits.hook_ids
+        return {handle.id for handle in self._handles}
 
-    def _enter(self, frame: FrameType) -> None:
-        if self._calls:
-            self._calls = [call for call in self._calls if call.on_stack(frame)]
-        self.backward.drop_dead()
-        call = _Call(frame, sys.exc_info()[1])
-        self._calls.append(call)
-        try:
-            if _transform() is None:
-                call.ours = self._cast()
-            else:
-                with torch._C._DisableFuncTorch():  # which would wrap copies that are made now, and they outlive it
-                    call.ours = self._cast()
-            if not call.ours:
-                call.low, self.low.region.low = self.low.region.low, False
-        except BaseException:
-            self._calls.remove(call)
-            raise
-        self.forwards += 1
-
-    def _is_under_way(self) -> bool:
-        """Whether a call of the root module is under way, in whatever thread."""
-        if self._calls:
-            self._calls = [call for call in self._calls if call.is_running()]
+    @property
+    def under_way(self) -> bool:
+        """Whether a call of the module is under way, in whatever thread."""
+        self.drop_dead()
         return bool(self._calls)
 
-    def _cast(self) -> bool:
-        """Returns whether the forward computes with the module's own parameters."""
-        if not self._prepare(False):
-            return False
+    def drop_dead(self) -> None:
+        """Takes back what calls have left that an interrupt ended: no hook runs after KeyboardInterrupt."""
+        for call in [call for call in self._calls if call.frame.is_over()]:
+            self._calls.remove(call)
+            self._put_away(call)
+
+    # --- the hooks ---------------------------------------------------------------------------------------------------
+
+    def _enter(self, frame: FrameType, args: Any, kwargs: Any) -> Any:
+        if self._calls:
+            self.drop_dead()
+        call = _Call(frame, sys.exc_info()[1])
+        if _transform() is None:
+            self._begin(call)
+        else:
+            with torch._C._DisableFuncTorch():  # which would wrap leaves that are made now, and they outlive it
+                self._begin(call)
+        self._calls.append(call)
+        self.forwards += 1
+        if call.plan is None or self._dtype is None or self.full_depth:
+            return None
+        if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):  # the most frequent call, without a search
+            return (cast_tensors(args[0], self._dtype),), kwargs
+        return cast_tensors((args, kwargs), self._dtype)
+
+    def _begin(self, call: _Call) -> None:
+        plan = self._prepare(False)
+        if plan is None:
+            return
+        plan.backward.drop_dead()
         try:
-            self.low.enter(live=self.backward.live())
+            self._place(call, plan)
         except ReplacedError:
-            if not self._prepare(True):
-                return False
-            self.low.enter(live=False)
-        self.waits.at_root()
-        return True
+            plan = self._prepare(True)
+            if plan is None:
+                return
+            self._place(call, plan)
+
+    def _place(self, call: _Call, plan: Plan) -> None:
+        call.plan, call.was_low = plan, plan.region.low
+        call.inside = self._inner() is not None or plan.backward.running
+        if self.full_depth or not plan.pool.rows:
+            plan.region.low = plan.casts and not self.full_depth
+        else:
+            try:
+                call.placement = plan.pool.place_present()
+                plan.region.low = True
+                plan.waits.at_root()
+            except BaseException:
+                self._put_away(call)
+                call.plan = None
+                raise
+        if not call.inside:
+            call.stands_for = plan.backward.forwarding = Pass(None)
+
+    def _inner(self) -> _Call | None:
+        """The innermost call of this thread."""
+        thread = get_ident()
+        return next((call for call in reversed(self._calls) if call.frame.thread == thread), None)
 
     def _leave(self, output: Any) -> Any:
         """Returns what the caller gets in the output's place; None: the output."""
-        call = self._calls[-1] if self._calls else None
-        try:
-            self._end_call(call, output)
-        finally:
-            if call is not None:  # not before: nobody else puts masters back meanwhile
+        call = self._inner()
+        if call is not None:
+            try:
+                self._end(call, output)
+            finally:
                 self._calls.remove(call)
-        if self._output_dtype is None or self._calls:
+                self._put_away(call)
+        if self._output_dtype is None or self._inner() is not None or (call is not None and self.full_depth):
             return None  # a module that called itself casts what leaves the outermost call
         return cast_tensors(output, self._output_dtype)
 
-    def _end_call(self, call: _Call | None, output: Any) -> None:
-        self.waits.forward_ended()
-        if call is not None and not call.ours:
-            self.low.region.low = call.low
+    def _end(self, call: _Call, output: Any) -> None:
+        plan = call.plan
+        if plan is None:
             return
-        if len(self._calls) > 1 or self.backward.running:
-            return  # the module called itself, or a checkpoint computes its forward again inside a backward
-        failed = call is not None and sys.exc_info()[1] is not call.handled
-        if failed or not torch.is_grad_enabled():
-            with span("ddp_mp::restore"):
-                self.backward.leave()
+        plan.waits.forward_ended()
+        if call.placement is not None:
+            plan.pool.wait()  # with wait="module", of what no module has waited for: masters may be written from now on
+            self._carry(call.placement)
+        failed = sys.exc_info()[1] is not call.handled
+        if not (failed or call.inside) and torch.is_grad_enabled():
+            outputs = [t for t in tensors_in(output) if t.requires_grad and t.grad_fn is not None]
+            if outputs or plan.trains:
+                new = Pass(None if call.placement is None else call.placement.generation)
+                plan.backward.add(new, outputs, (self._keep(), plan))
+
+    def _put_away(self, call: _Call) -> None:
+        plan, placement = call.plan, call.placement
+        if plan is None:
             return
-        self.backward.add([t for t in tensors_in(output) if t.requires_grad and t.grad_fn is not None])
+        with span("ddp_mp::restore"):
+            call.placement = None
+            plan.region.low = call.was_low
+            if plan.backward.forwarding is call.stands_for:
+                plan.backward.forwarding = None
+            if placement is not None:
+                take_back(placement)
+                plan.pool.free(placement.generation)
 
+    # --- masters and leaves inside a forward -------------------------------------------------------------------------
 
-def _module_call(frame: FrameType) -> FrameType:
-    """The frame of ``nn.Module.__call__`` that runs the hook, which lasts as long as the call."""
-    found: FrameType | None = frame
-    while found is not None and found.f_code.co_name != "_call_impl":
-        found = found.f_back
-    return found or frame
+    def masters_stepped(self) -> None:
+        """Masters were written inside a forward of this thread: what it goes on to compute uses their new values."""
+        call = self._inner()
+        if call is not None and call.placement is not None and call.plan is not None:
+            self._carry(call.placement)
+            placement, call.placement = call.placement, None
+            call.placement = call.plan.pool.place_present(instead_of=placement)
+            call.plan.waits.at_root()
+            call.plan.pool.free(placement.generation)
 
+    def show_masters(self) -> Callable[[], None] | None:
+        """Inside a forward of this thread: its sites hold masters until the function that is returned is called.
 
-class _Call:
-    """One call of the root module under way."""
+        None outside a forward.
+        """
+        call = self._inner()
+        if call is None or call.placement is None or call.plan is None:
+            return None
+        plan, placement = call.plan, call.placement
+        self._carry(placement)
+        take_back(placement)
+        placement.generation.placed += 1  # its memory stays
+        plan.region.low, call.placement = False, None
 
-    __slots__ = ("frame", "handled", "low", "ours")
+        def show_leaves() -> None:
+            placement.generation.placed -= 1
+            call.placement = plan.pool.place_present()
+            plan.region.low = True
+            plan.waits.at_root()
+            plan.pool.free(placement.generation)
 
-    def __init__(self, frame: FrameType, handled: BaseException | None) -> None:
-        self.frame = frame
-        self.ours = True  # no tensors stand in for the parameters
-        self.low = False  # where some do: whether the module itself is in low precision meanwhile
-        self.handled = handled  # the exception being handled when the call began: an error of the call is another one
+        return show_leaves
 
-    def is_running(self) -> bool:
-        """Whether the call has not ended, in whatever thread.  Python can clear a frame only when it has."""
-        if self.frame.f_code.co_name != "_call_impl":
-            return True  # not that of the call, which a compiler may have taken apart: the call says when it ends
-        try:
-            self.frame.clear()
-        except RuntimeError:
-            return True
-        return False
+    def _carry(self, placement: Placement) -> None:
+        """What the module has written into leaves, and set on them, reaches the masters."""
+        generation = placement.generation
+        changed = generation.sites.changed()
+        if changed is None:
+            return
+        written, toggled = changed
+        for index in toggled:
+            generation.rows[index].master.requires_grad_(generation.leaves[index].requires_grad)
+        with torch.no_grad():
+            for index in written:
+                row, leaf = generation.rows[index], generation.leaves[index].data
+                untouched = row.master.data.to(leaf.dtype) == leaf
+                row.master.copy_(torch.where(untouched, row.master.data, leaf.to(row.master.dtype)))
+                self._warn(row.name, leaf.dtype)
+        generation.sites.remember()
 
-    def on_stack(self, frame: FrameType | None) -> bool:
-        """Whether the call is still under way, seen from ``frame``.  A call ended by KeyboardInterrupt never said so."""
-        while frame is not None:
-            if frame is self.frame:
-                return True
-            frame = frame.f_back
-        return False
+    def _warn(self, name: str, dtype: torch.dtype) -> None:
+        if name not in self._warned:
+            self._warned.add(name)
+            warnings.warn(
+                f"ddp_mp: parameter {name!r} was written inside the forward, where the module holds its {dtype} leaf: the "
+                "values are carried to the master, rounded; write inside `with ddp_mp.full_precision(ddp):`, where the module "
+                "holds its masters",
+                stacklevel=3,
+            )

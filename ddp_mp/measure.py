@@ -23,7 +23,8 @@ from torch.nn.parallel.distributed import _MixedPrecision
 import ddp_mp
 
 from .demo import silent_device_events
-from .passes import OutputHook
+from .model import model_of
+from .step import OutputHook
 
 now = time.perf_counter_ns
 #: Where hooks run: around the root module's forward, before other modules', and from the outputs' gradients on.
@@ -234,7 +235,9 @@ def watch_hooks(ddp: nn.Module, clock: HookClock) -> None:
         kind = "root" if module in (ddp, ddp.module) else "wait"
         replace(module._forward_pre_hooks, kind)
         replace(module._forward_hooks, kind)
-    for parameter in ddp.parameters():
+    model = model_of(ddp)
+    leaves = [] if model is None else [leaf for generation in model.plan.pool.generations for leaf in generation.leaves]
+    for parameter in (*ddp.parameters(), *leaves):
         replace(parameter._backward_hooks, "backward")
         replace(getattr(parameter, "_post_accumulate_grad_hooks", None), "backward")
 

@@ -1,7 +1,8 @@
-"""One patched model: builds the parts, connects them, and builds them anew when the module's parameters are others."""
+"""One patched model: its parts, and the plan, which follows the module's parameters."""
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
 from collections.abc import Callable
@@ -12,23 +13,20 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from . import native
-from .backward import Backward
-from .borders import Borders
+from . import _C
+from . import ddp as native
+from .buckets import LooseBucket
 from .comm import Communicator
+from .ddp_reducer import ReducerStandIn
 from .forward import Forward
-from .guards import Guards, optimizer_guard
-from .log import log_plan, logger
-from .low import LowPrecision, Region
+from .full_precision import FullPrecisionModules
+from .guards import Guards, optimizer_steps
+from .hooks import weakly
+from .inputs import inputs
+from .log import logger
 from .options import Options
-from .parameters import Managed, Unwatched, managed_parameters
-from .reducer import Reducer
-from .standin import LoggerStandIn, ReducerStandIn
-from .waits import Waits
-from .weak import weakly
-
-# The property itself: a loop over many frozen parameters then runs in C.
-_requires_grad: Callable[[torch.Tensor], bool] = vars(torch._C.TensorBase)["requires_grad"].__get__
+from .parameters import managed_parameters
+from .plan import Plan
 
 
 class PatchedModel:
@@ -43,33 +41,27 @@ class PatchedModel:
         # weakly: a graph keeps this object, and a module may keep an output: a cycle that nobody would see
         self._module: weakref.ref[nn.Module] = weakref.ref(ddp.module)
         self.comm = Communicator(ddp.process_group)
-        self.comm.hook = native.user_hook(ddp)
         self.built_with: _MixedPrecision | None = None  # what the wrapper's constructor was given
         self.overrides = native.Overrides(ddp)
         self.dirty = False  # something was registered inside the module, or a state dict was loaded
         self.rebuilds = 0
-        self.region = Region()
-        self.borders = self._new_borders()
-        self.rows = self._find_rows(ddp, self.borders)
-        self._added: set[int] = set()  # parameters that came later and are not reduced: an error once they would be trained
-        self.low = self._new_low()
-        self.backward = Backward(self.low, ddp.static_graph)
-        self.reducer = self._new_reducer(ddp)
-        self.backward.reducer = self.reducer
-        self.backward.keeper = weakref.ref(self)
-        self.low.on_moved = weakly(self._moved, None)
+        self.static_graph = ddp.static_graph
+        self.plan = self._new_plan(ddp)
         self.forward = Forward(
-            ddp.module, self.low, self.backward, self._new_waits(), weakly(self._prepare, False), options.output_dtype
+            ddp.module, weakly(self._prepare, None), weakly(self._itself, None), precision.param_dtype, options
         )
-        self.borders.attach()
-        self.guards = self._new_guards()
-        optimizer_guard.add(self)
+        self.guards = Guards(ddp.module, weakly(self.written, None), weakly(self._hook_ids, set()))
+        optimizer_steps.add(self)
+        inputs.watch(self)
 
     # --- state that others ask for -----------------------------------------------------------------------------------
 
     def wrapper(self) -> DistributedDataParallel | None:
         """The wrapper, while it lives."""
         return self._ddp()
+
+    def _itself(self) -> PatchedModel:
+        return self
 
     @property
     def root(self) -> nn.Module:
@@ -82,221 +74,196 @@ class PatchedModel:
         """Whether this is the wrapped module, which may be gone while a graph keeps the rest."""
         return self._module() is module
 
-    @property
-    def needs_exposing(self) -> bool:
-        """Whether masters are not in place now."""
-        return self.low.is_low
+    needs_exposing = False
 
     @property
     def under_way(self) -> str:
         """``backward`` or ``forward`` while one is under way, in whatever thread; empty between them."""
-        self.backward.drop_dead()
-        if self.backward.running:
+        self.plan.backward.drop_dead()
+        if self.plan.backward.running:
             return "backward"
-        return "forward" if self.backward.forwarding else ""
+        return "forward" if self.forward.under_way else ""
 
     @property
     def watches_steps(self) -> bool:
         """Whether anything depends on knowing of optimizer steps."""
-        return self.options.prefetch or self.options.reuse_unchanged
+        return self.options.prefetch or self.options.reuse_unchanged or self.forward.under_way
 
     @property
     def parameter_ids(self) -> set[int]:
         """``id`` of every managed parameter."""
-        return {id(row.param) for row in self.rows}
+        return self.plan.ids
 
     def casts(self, param: torch.Tensor) -> bool:
-        """Whether a low-precision copy is made of the parameter."""
-        return any(row.param is param for row in self.low.rows)
+        """Whether a leaf stands for the parameter."""
+        return any(row.master is param for row in self.plan.pool.rows)
+
+    def leaves_of(self, master: torch.Tensor) -> list[nn.Parameter]:
+        """Every leaf that stands for a master in a graph that may still have a backward."""
+        return self.plan.leaves_of(master)
 
     @property
     def trained_ids(self) -> set[int]:
         """``id`` of every parameter that gets a gradient."""
-        return {id(row.param) for row in self.rows if row.param.requires_grad}
+        return {id(row.master) for row in self.plan.rows if row.master.requires_grad}
+
+    def maybe_stepped(self) -> None:
+        """Some optimizer wrote something: a cast may find other values than the last one."""
+        self.plan.pool.maybe_written()
 
     def stepped(self, covered: bool) -> None:
         """An optimizer wrote masters; ``covered``: all that are trained."""
         self.masters_changed()
-        if covered and self.options.prefetch and not self.backward.running:
-            self.low.prefetch(live=self.backward.live())
+        self.forward.masters_stepped()
+        if covered and self.options.prefetch and not self.under_way:
+            self.plan.pool.prefetch()
+
+    def full_precision(self) -> Callable[[], None]:
+        """Masters inside a forward of this thread, or in calls that begin from now on; what is returned ends it."""
+        end = self.forward.show_masters()
+        if end is not None:
+            return end
+        self.forward.full_depth += 1
+
+        def leave() -> None:
+            self.forward.full_depth -= 1
+            self.plan.pool.maybe_written()
+
+        return leave
 
     def masters_changed(self) -> None:
-        """The masters were written; copies that were kept, or are in place, are not theirs any more."""
-        self.low.changed()
-
-    def copied(self) -> None:
-        """The parameters are about to be copied: masters are put in place for it."""
-        self._require_between("copied")
+        """The masters were written: no leaves are promised to hold their values any more."""
+        self.plan.pool.changed()
 
     def written(self) -> None:
-        """The masters are about to be written: they are put in place for it."""
-        self._require_between("loaded")
+        """The masters are about to be written."""
         self.masters_changed()
         self.dirty = True
 
-    def expose(self) -> None:
-        """Masters in place, unless a forward or a backward is under way."""
-        self.backward.expose()
-
-    def _require_between(self, what: str) -> None:
-        self.expose()
-        if self.low.is_low and self.under_way:
-            raise RuntimeError(
-                f"ddp_mp: a patched model was {what} while a {self.under_way} of it is under way, in this or another thread: "
-                "its parameters are low-precision copies then; do it between steps (state_dict() gives masters at any time)"
-            )
-
-    def _master_of(self, param: torch.Tensor) -> torch.Tensor | None:
-        return self.low.master_of(param)
-
     # --- parts -------------------------------------------------------------------------------------------------------
 
-    def stand_in(self, ddp: Any, logger: LoggerStandIn) -> None:
+    def stand_in(self, ddp: Any, logger: native.LoggerStandIn) -> None:
         """Takes the place of the wrapper's reducer and logger."""
         ddp.logger = logger
-        ddp.reducer = ReducerStandIn(self.reducer, self.backward, self.comm, weakly(self._any_unused, False))
+        ddp.reducer = ReducerStandIn(weakly(self._present_plan, self.plan), self.comm, weakly(self._settings, (False, False)))
 
     def detach(self) -> None:
-        """Masters in place, and nothing of ours left on the module or its parameters."""
-        self.expose()
-        self.low.switch_back()
-        self.low.release()
-        self.backward.abandon()
+        """Nothing of ours is left on the module or its parameters."""
+        self.plan.backward.abandon()
         self.forward.detach()
-        self.borders.detach()
+        self.plan.detach()
         self.guards.detach()
-        self.reducer.detach()
-        optimizer_guard.remove(self)
+        optimizer_steps.remove(self)
+        inputs.forget(self)
+        _tell_shared()
+        self.plan.pool.close()
 
     def __del__(self) -> None:
         """The wrapper is gone: the module is an ordinary one again."""
         if hasattr(self, "guards") and not sys.is_finalizing():
             self.detach()
 
-    def _new_borders(self) -> Borders:
-        return Borders(self.root, self.options, self.precision.param_dtype, self.region)
+    def _present_plan(self) -> Plan:
+        return self.plan
 
-    def _find_rows(self, ddp: DistributedDataParallel, borders: Borders) -> list[Managed]:
-        rows = borders.mark(managed_parameters(self.root, ddp.parameters_to_ignore))
-        for row in rows:
-            row.own_reduction = row.full and self.precision.reduce_dtype is None
-        return rows
-
-    def _new_low(self) -> LowPrecision:
-        low = LowPrecision([row for row in self.rows if not row.full], self.precision.param_dtype, self.options)
-        low.region = self.region
-        cast = {id(row) for row in low.rows}
-        self._unwatched = Unwatched([row for row in self.rows if id(row) not in cast])
-        return low
-
-    def _new_waits(self) -> Waits:
-        return Waits(self.root, self.low, by_module=self.options.wait == "module")
-
-    def _new_guards(self) -> Guards:
-        return Guards(
-            self.root,
-            self.rows,
-            weakly(self.expose, None),
-            weakly(self.copied, None),
-            weakly(self.written, None),
-            weakly(self._master_of, None),
-            [*self.borders.modules, *self.forward.waits.modules],
-            weakly(self._hook_ids, set()),
-        )
+    def _settings(self) -> tuple[bool, bool]:
+        """(whether parameters may be unused, whether the graph is static)."""
+        ddp = self._ddp()
+        if ddp is not None:
+            self.static_graph = bool(ddp.static_graph)
+        return (ddp is not None and bool(ddp.find_unused_parameters)) or self.static_graph, self.static_graph
 
     def _hook_ids(self) -> set[int]:
-        return self.forward.hook_ids | self.borders.hook_ids
-
-    def _any_unused(self) -> bool:
-        ddp = self._ddp()
-        return ddp is not None and bool(ddp.find_unused_parameters or ddp.static_graph)
-
-    def _new_reducer(self, ddp: DistributedDataParallel) -> Reducer:
-        precision = self.precision
-        self._frozen = [row.param for row in self.rows if not row.param.requires_grad]
-        return Reducer(
-            [row for row in self.rows if row.param.requires_grad],
-            self.comm,
-            precision.reduce_dtype or precision.param_dtype,
-            native.bucket_caps(ddp),
-            weakly(self.backward.late, None),
-            weakly(self.backward.error, None),
-        )
+        return self.forward.hook_ids | self.plan.full_modules.hook_ids | self.plan.waits.hook_ids
 
     # --- the plan follows the module ---------------------------------------------------------------------------------
 
-    def _prepare(self, replaced: bool) -> bool:
+    def _new_plan(self, ddp: DistributedDataParallel) -> Plan:
+        return Plan(self.root, ddp.parameters_to_ignore, native.bucket_caps(ddp), self.precision, self.options, self.comm)
+
+    def _prepare(self, replaced: bool) -> Plan | None:
         """Before a forward: builds the plan anew when the module holds other parameters than it did.
 
-        Returns whether the parameters are to be cast: not while plain tensors stand in for them (``functional_call``).
+        Returns None while plain tensors stand in for the parameters (``functional_call``).
         """
-        thawed = any(map(_requires_grad, self._frozen))
-        replaced = replaced or self._unwatched.replaced()
-        if not (replaced or self.dirty or thawed):
-            if self._unwatched.swapped():
-                self.reducer.hook_again()
-            return True
+        plan = self.plan
+        thawed = plan.thawed()
+        replaced = replaced or plan.replaced()
+        if not (replaced or self.dirty or thawed or plan.added):
+            return plan
         ddp = self._ddp()
-        if ddp is None or self._has_stand_ins():
-            return False
-        borders = self._new_borders()
-        rows = self._find_rows(ddp, borders)
-        replaced = replaced or [(id(r.param), r.full) for r in rows] != [(id(r.param), r.full) for r in self.rows]
-        if replaced or thawed or borders.module_ids() != self.borders.module_ids():
-            self._check_same_model(rows)
-            self._rebuild(ddp, rows, borders)
-            what = "parameters" if replaced else "full-precision modules"
-            why = "parameters require grad now" if thawed else f"{what} were replaced"
-            log_plan(self, f"plan built anew, as {why}, for")
-        elif self._added:
-            self._check_same_model(rows)
-        self.reducer.hook_again()
-        self.dirty = bool(self._added)
-        return True
+        if ddp is None or plan.has_stand_ins():
+            return None
+        rows = managed_parameters(self.root, ddp.parameters_to_ignore)
+        added = plan.require_same_model(rows)
+        full_modules = FullPrecisionModules(self.root, self.options, self.precision.param_dtype, plan.region)
+        if replaced or thawed or not plan.same_as(full_modules.mark(rows), full_modules):
+            self._rebuild(ddp)
+            log_plan(self, f"plan built anew, as parameters {'require grad now' if thawed else 'were replaced'}, for")
+        self.plan.added = added
+        self.dirty = False
+        return self.plan
 
-    def _moved(self) -> None:
-        """Masters were found at another address."""
-        logger.debug("masters were found at another address and taken up")
-        self.reducer.hook_again()
-
-    def _has_stand_ins(self) -> bool:
-        present = (home.get(key) for row in self.rows for home, key in row.sites)
-        return any(isinstance(p, torch.Tensor) and not isinstance(p, nn.Parameter) for p in present)
-
-    def _check_same_model(self, rows: list[Managed]) -> None:
-        known = [row for row in self.rows if id(row.param) not in self._added]
-        by_id = {id(row.param): row for row in known}  # under another name, as when it is pruned or parametrised
-        by_name = {row.name: row for row in known}
-        before = [by_id.get(id(row.param)) or by_name.get(row.name) for row in rows]
-        self._added = {id(r.param) for r, old in zip(rows, before, strict=True) if old is None and r.param.requires_grad}
-        for row, old in zip(rows, before, strict=True):
-            if id(row.param) in self._added and torch.is_grad_enabled():
-                raise RuntimeError(
-                    f"parameter {row.name!r} was added after DistributedDataParallel was built, so that its gradient would "
-                    "not be reduced; wrap the module again"
-                )
-            if old is not None and old.param.shape != row.param.shape:
-                raise ValueError(
-                    f"parameter {row.name!r}: expected shape {tuple(old.param.shape)}, found {tuple(row.param.shape)}; "
-                    "DistributedDataParallel cannot take another shape: wrap the module again"
-                )
-
-    def _rebuild(self, ddp: Any, rows: list[Managed], borders: Borders) -> None:
-        self.low.switch_back()
-        self.guards.detach()
-        self.reducer.detach()
-        self.borders.detach()
-        self.rows, self.borders = rows, borders
-        self.borders.attach()
-        self.low = self._new_low()
-        self.reducer = self._new_reducer(ddp)
-        self.backward.replace(self.low, self.reducer)
-        self.low.on_moved = weakly(self._moved, None)
-        self.forward.waits.detach()
-        self.forward.low, self.forward.waits = self.low, self._new_waits()
-        self.guards = self._new_guards()
-        self.stand_in(ddp, ddp.logger)
+    def _rebuild(self, ddp: DistributedDataParallel) -> None:
+        old = self.plan
+        old.retire()
+        self.plan = self._new_plan(ddp)
+        self.plan.reducer.rounds = old.reducer.rounds
+        self.plan.backward.previous = weakref.ref(old.backward)
         self.rebuilds += 1
+        _tell_shared()
+
+
+def _tell_shared() -> None:
+    """Tells plans that train some of the same masters: the next reduces what one leaves in ``.grad``, so that none is early."""
+    plans = [model.plan for model in optimizer_steps.models() if isinstance(model, PatchedModel)]
+    for plan in plans:
+        plan.backward.shared = any(other is not plan and not plan.ids.isdisjoint(other.ids) for other in plans)
+
+
+_SHOWN = 8  # names of parameters in one line of the log
+
+
+def log_plan(model: PatchedModel, what: str) -> None:
+    """Says what was planned for a model, and what of it the engine leaves to PyTorch."""
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    logger.info("%s %s: %s", what, type(model.root).__name__, summary(model))
+    fallback = model.plan.pool.fallback
+    if fallback is not None:
+        logger.info(
+            "cast by PyTorch, one by one, as their memory cannot be read flat: %s", _listed([r.name for r in fallback.rows])
+        )
+    loose = [bucket.names[0] for bucket in model.plan.reducer.buckets if isinstance(bucket, LooseBucket)]
+    if loose:
+        logger.info("reduced one by one, as their gradients cannot be packed: %s", _listed(loose))
+
+
+def summary(model: PatchedModel) -> str:
+    """One line: what is cast, by what, and how gradients are reduced."""
+    plan, precision = model.plan, model.precision
+    groups = [f"{len(group.engine.buckets)} on {group.device} by {_backend(group.device.type)}" for group in plan.pool.groups]
+    full = len(plan.full_modules.outermost)
+    parts = [
+        f"{len(plan.pool.rows)} of {len(plan.rows)} parameters cast to {precision.param_dtype}",
+        f"cast buckets: {', '.join(groups) or 'none'}",
+        f"gradients reduced in {precision.reduce_dtype or precision.param_dtype or 'their own types'} in "
+        f"{len(plan.reducer.buckets)} buckets over {model.comm.process_group.size()} ranks",
+        *([f"{full} modules in full precision"] if full else []),
+        str(model.options),
+    ]
+    return "; ".join(parts)
+
+
+def _backend(device_type: str) -> str:
+    if device_type == "cpu":
+        return f"the host backend ({_C.host_isa()})"
+    return f"the CUDA backend ({_C.build_info()['cuda']})"
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def model_of(ddp: Any) -> PatchedModel | None:

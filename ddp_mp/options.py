@@ -84,6 +84,14 @@ class Options:
             whose logits, or a router whose scores, are to stay in full precision.
         output_dtype: floating-point tensors in what the wrapped module returns are cast to this type, inside tuples, lists,
             mappings, sets and dataclasses too; ``None``: outputs are left alone (as in FSDP2's policy).
+        cast_forward_inputs: whether floating-point inputs of the wrapped module are cast to ``param_dtype``, inside the same
+            containers.  False leaves them alone: time steps, targets and masks then arrive as they are given, and the module
+            casts what it computes with.
+        autocast: whether forward, and what a checkpoint computes again, runs in ``torch.autocast`` of ``param_dtype``,
+            wrapped or not.  Inputs are not cast then, operations that need it compute in float32 (norms, softmax, losses),
+            and mixed types promote.  Weights are low precision already, so that autocast casts none.  It is the way to run a
+            model that was not written to compute in ``param_dtype`` throughout.  It is off inside
+            ``full_precision_modules``.
 
     Raises:
         TypeError: a field is of another type.
@@ -100,12 +108,16 @@ class Options:
     full_precision_modules: tuple[type[nn.Module] | str, ...] = ()
     full_precision_outputs: tuple[type[nn.Module] | str, ...] = ()
     output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    autocast: bool = False
 
     def __post_init__(self) -> None:
         _check_choice("hooks", self.hooks, ("all", "root"))
         _check_choice("wait", self.wait, ("root", "module"))
         _check_flag("prefetch", self.prefetch)
         _check_flag("reuse_unchanged", self.reuse_unchanged)
+        _check_flag("cast_forward_inputs", self.cast_forward_inputs)
+        _check_flag("autocast", self.autocast)
         _check_size("first_bucket_mb", self.first_bucket_mb)
         _check_size("bucket_mb", self.bucket_mb)
         for field in ("full_precision_modules", "full_precision_outputs"):

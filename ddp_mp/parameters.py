@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,59 +15,61 @@ from . import _C
 from .options import FLOATING
 
 
+class Site(NamedTuple):
+    """A place where a module keeps a parameter: ``module._parameters[key]``, of which ``parameters`` is the dictionary.
+
+    The module is referred to weakly: a graph keeps the plan, a module may keep an output, and nobody would see that cycle.
+    """
+
+    parameters: dict[str, Any]
+    reference: weakref.ref[nn.Module]
+    key: str
+
+    @property
+    def module(self) -> nn.Module:
+        module = self.reference()
+        assert module is not None, "asked of a module that is gone"
+        return module
+
+
 @dataclass
 class Managed:
-    """One parameter of the wrapped module that DDP does not ignore.
+    """One parameter of the wrapped module that DDP does not ignore: its master, and every place that holds it.
 
-    ``sites`` are the places that hold it: (``module._parameters``, key) of every module, more than one when weights are tied.
+    There is more than one site when weights are tied.
     """
 
     name: str
-    param: nn.Parameter
-    sites: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    master: nn.Parameter
+    sites: list[Site] = field(default_factory=list)
     sparse: bool = False  # its gradient is a sparse tensor (nn.Embedding(sparse=True)), unless it is used otherwise too
     full: bool = False  # belongs to a module that stays in full precision: not cast
     own_reduction: bool = False  # its gradient is reduced in its own type, whatever that of others is
 
     @property
     def floating(self) -> bool:
-        return self.param.dtype in FLOATING
+        return self.master.dtype in FLOATING
 
 
 # The properties themselves: a loop over many parameters then runs in C.
 _dtype: Callable[[torch.Tensor], torch.dtype] = vars(torch._C.TensorBase)["dtype"].__get__
-_inner: Callable[[torch.Tensor], int] = vars(torch._C.TensorBase)["_cdata"].__get__
 
 
 class Unwatched:
     """The parameters that are not cast, so that no engine notices what becomes of them: looked at before each forward."""
 
     def __init__(self, rows: Sequence[Managed]) -> None:
-        self._homes = [home for row in rows for home, _ in row.sites]
-        self._keys = [key for row in rows for _, key in row.sites]
-        self._held = [row.param for row in rows for _ in row.sites]
-        self._params = [row.param for row in rows]
+        self._homes = [site.parameters for row in rows for site in row.sites]
+        self._keys = [site.key for row in rows for site in row.sites]
+        self._held = [row.master for row in rows for _ in row.sites]
+        self._params = [row.master for row in rows]
         self._dtypes = list(map(_dtype, self._params))
-        self._tensors = list(map(_inner, self._params))
 
     def replaced(self) -> bool:
         """Whether a module holds another object in a parameter's place, or one has another type."""
         if not all(map(operator.is_, map(dict.get, self._homes, self._keys), self._held)):
             return True
         return list(map(_dtype, self._params)) != self._dtypes
-
-    def swapped(self) -> bool:
-        """Whether the tensor inside one is another than when this was last asked (``torch.utils.swap_tensors``)."""
-        tensors = list(map(_inner, self._params))
-        if tensors == self._tensors:
-            return False
-        self._tensors = tensors
-        return True
-
-
-def holds_all(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Whether every value of ``narrow`` is one of ``wide``: what was reduced before loses no bit in another reduction."""
-    return torch.promote_types(wide, narrow) is wide
 
 
 def managed_parameters(module: nn.Module, ignored: set[str]) -> list[Managed]:
@@ -88,7 +91,7 @@ def managed_parameters(module: nn.Module, ignored: set[str]) -> list[Managed]:
             if not isinstance(param, nn.Parameter):
                 continue  # a tensor that stands in for a parameter, as functional_call puts it there
             entry = found.setdefault(id(param), Managed(name, param))
-            entry.sites.append((owner._parameters, key))
+            entry.sites.append(Site(owner._parameters, weakref.ref(owner), key))
             sparse = isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and bool(owner.sparse) and key == "weight"
             # tied to a layer whose gradients are dense it has dense ones, or sparse ones where only the embedding is used
             entry.sparse = sparse and (entry.sparse or len(entry.sites) == 1)

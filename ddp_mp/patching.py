@@ -12,18 +12,19 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from . import native
-from .guards import optimizer_guard
-from .log import log_plan, logger
-from .model import PatchedModel, model_of
+from . import ddp as native
+from .guards import optimizer_steps
+from .hooks import is_called
+from .log import logger
+from .model import PatchedModel, log_plan, model_of
 from .options import Options, validate_precision
 from .parameters import cast_buffers
 from .registrations import registrations
 from .root import RootModel, root_of
-from .stack import is_called
 
 DDP = TypeVar("DDP", bound=DistributedDataParallel)
 
@@ -116,11 +117,11 @@ def _patch_all(ddp: DistributedDataParallel, precision: _MixedPrecision, options
     native_logger = native.strip(ddp)
     model = PatchedModel.__new__(PatchedModel)  # in two steps: what is built of it can be taken away again
     try:
-        ddp.mixed_precision = precision
+        ddp.mixed_precision = None  # inputs are cast where the module is called, wrapped or not
         PatchedModel.__init__(model, ddp, precision, options)
-        model.borders.widen_buffers(None if before is None else before.buffer_dtype)
+        model.plan.full_modules.widen_buffers(None if before is None else before.buffer_dtype)
         # last, as what it rounds cannot be got back
-        cast_buffers(ddp.module, ddp.parameters_to_ignore, precision.buffer_dtype, model.borders.buffer_ids())
+        cast_buffers(ddp.module, ddp.parameters_to_ignore, precision.buffer_dtype, model.plan.full_modules.buffer_ids())
     except BaseException:
         _dismantle(model)
         _equip_again(ddp, before, hook)
@@ -132,18 +133,6 @@ def _patch_all(ddp: DistributedDataParallel, precision: _MixedPrecision, options
     _override(ddp, model)
     registrations.watch(ddp.module, model)
     log_plan(model, "patched")
-    _warn_of_lost_writes(ddp, model)
-
-
-def _warn_of_lost_writes(ddp: DistributedDataParallel, model: PatchedModel) -> None:
-    """The one module of PyTorch's own that writes its parameter in the forward."""
-    for name, module in ddp.module.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None and model.casts(module.weight):
-            warnings.warn(
-                f"ddp_mp.patch: {name or 'the wrapped module'} renormalises its weight in the forward (max_norm), which would "
-                "reach the low-precision copy and never the master: name it in Options.full_precision_modules",
-                stacklevel=4,
-            )
 
 
 @contextlib.contextmanager
@@ -157,8 +146,6 @@ def _taking_over(ddp: DistributedDataParallel) -> Iterator[None]:
     owners = [owner for owner in registrations.owners(ddp.module) if owner.is_of(ddp.module) and owner.wrapper() is not ddp]
     for owner in owners:
         _require_idle("ddp_mp.patch", bool(owner.under_way))
-    for owner in owners:
-        owner.expose()  # the plan is one of masters; a backward that is to come puts its copies back by itself
     yield
     for owner in owners:
         _retire(owner)
@@ -177,11 +164,11 @@ def _retire(owner: PatchedModel) -> None:
 
 def _dismantle(model: PatchedModel) -> None:
     """Takes away what was built of a model."""
-    for name in ("forward", "borders", "guards", "reducer"):
+    for name in ("forward", "plan", "guards"):
         part = model.__dict__.get(name)
         if part is not None:
             part.detach()
-    optimizer_guard.remove(model)
+    optimizer_steps.remove(model)
 
 
 def _detach(model: PatchedModel) -> None:
@@ -197,6 +184,19 @@ def _override(ddp: DistributedDataParallel, model: PatchedModel) -> None:
     model.overrides.set("_register_builtin_comm_hook", functools.partial(_register_builtin_comm_hook, model))
     model.overrides.set("_register_fused_optim", _register_fused_optim)
     model.overrides.set("__getstate__", functools.partial(_getstate, model))
+    model.overrides.set("_run_ddp_forward", functools.partial(_run_forward, model))
+
+
+def _run_forward(model: PatchedModel, *inputs: Any, **kwargs: Any) -> Any:
+    """``_run_ddp_forward`` of a patched wrapper: an interrupt, after which PyTorch calls no hook, leaves no leaf in place."""
+    ddp: Any = model.wrapper()
+    if is_compiling():
+        return type(ddp)._run_ddp_forward(ddp, *inputs, **kwargs)
+    try:
+        return type(ddp)._run_ddp_forward(ddp, *inputs, **kwargs)
+    except BaseException:
+        model.forward.drop_dead()
+        raise
 
 
 def _register_comm_hook(model: PatchedModel, state: object, hook: Any) -> None:
@@ -232,7 +232,6 @@ def _getstate(model: PatchedModel) -> Any:
             "low-precision copies without reducing them right; use copy.deepcopy, or ddp_mp.unpatch(ddp) first"
         )
     ddp: Any = model.wrapper()
-    model.copied()
     state = type(ddp).__getstate__(ddp)
     for name in ["_ddp_mp", "_ddp_mp_built_with", *model.overrides.names]:
         state.pop(name, None)
@@ -317,34 +316,37 @@ def _fields(precision: _MixedPrecision) -> tuple[Any, Any, Any]:
 
 
 @contextlib.contextmanager
-def full_precision(ddp: DistributedDataParallel) -> Iterator[None]:
-    """Context manager: inside, every parameter is its full-precision master, whatever the state before.
+def full_precision(module: nn.Module) -> Iterator[None]:
+    """Context manager: what is called inside computes in full precision, and modules hold their masters.
 
-    ``ddp`` may be compiled.
-    Only needed between a forward and its backward; at other times, and for a model that is not patched, nothing happens.
-    The masters are the optimizer's own memory, in their own type and on their own device, and may be written.  A backward that
-    comes later for an earlier forward switches to its copies again by itself.  A forward inside makes them copies again, until
-    its backward.  The current stream is ordered after all casts.  Not inside a forward or backward, where parameters stay
-    copies, and not while another thread drives the model.
+    Args:
+        module: a patched wrapper, which may be compiled, or any module inside a patched model.
+
+    Outside a forward, calls of the model inside the block compute with its masters, and inputs are not cast.  Inside a forward,
+    the modules hold their masters for the time of the block, so that they can be written; at its end they are cast again, and
+    the forward goes on with the new values.  A model that is not patched is left alone.  Not while another thread drives the
+    model.
 
     Example::
 
-        loss = criterion(ddp(batch))
-        with ddp_mp.full_precision(ddp):
-            norm = sum(p.norm() for p in ddp.parameters())
-        loss.backward()
+        with torch.no_grad(), ddp_mp.full_precision(ddp):
+            accurate = ddp(batch)
     """
-    present = _patched(ddp)
-    if present is not None:
-        present.expose()
-    yield
+    present = _patched(module)
+    models = [present] if present is not None else registrations.owners(module) if isinstance(module, nn.Module) else ()
+    with contextlib.ExitStack() as stack:
+        for model in models:
+            if isinstance(model, PatchedModel):
+                stack.callback(model.full_precision())
+            else:
+                model.expose()
+        yield
 
 
 def masters_changed(ddp: DistributedDataParallel) -> None:
     """Says that masters were written in a way that nothing can see: the next forward casts them again.
 
-    Needed only when that happens between a forward and the next one without anything that puts masters in place in between
-    (an optimizer step, loading, ``full_precision``), or with ``Options.prefetch`` or ``Options.reuse_unchanged``.  Local and
+    Needed only with ``Options.prefetch`` or ``Options.reuse_unchanged``, for writes that count no version.  Local and
     cheap: nothing is cast before the next forward.  ``ddp`` may be compiled.
 
     Raises:

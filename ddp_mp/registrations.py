@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.nn.modules import module as nn_module
 
+from .hooks import callers
 from .model import PatchedModel
-from .stack import callers
 
 
 class _Registrations:

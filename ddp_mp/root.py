@@ -15,13 +15,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from . import _C, native
-from .guards import Guards, optimizer_guard
-from .low import new_engine
+from . import _C
+from . import ddp as native
+from .guards import Guards, optimizer_steps
+from .hooks import is_called, weakly
+from .leaves import new_engine
 from .options import Options
 from .parameters import Managed, managed_parameters
-from .stack import is_called
-from .weak import weakly
 
 
 class RootModel:
@@ -36,8 +36,8 @@ class RootModel:
         self._hooked: list[tuple[nn.Module, int, Any]] = []
         self._plan(ddp)
         expose = weakly(self.expose, None)
-        self.guards = Guards(ddp.module, self.rows, expose, expose, expose, _master_of, (), set)
-        optimizer_guard.add(self)
+        self.guards = Guards(ddp.module, expose, set, read=expose)
+        optimizer_steps.add(self)
 
     # --- put in place ------------------------------------------------------------------------------------------------
 
@@ -48,10 +48,13 @@ class RootModel:
             raise ValueError("Options.hooks='root': PyTorch's own hooks need both param_dtype and reduce_dtype")
         if options.prefetch or options.reuse_unchanged or options.wait != "root":
             raise ValueError("Options: prefetch, reuse_unchanged and wait='module' need hooks='all'")
-        if options.full_precision_modules or options.output_dtype is not None:
+        if options.full_precision_modules or options.output_dtype is not None or options.autocast:
             raise ValueError(
-                "Options: full_precision_modules and output_dtype need hooks='all': PyTorch's own hooks cast every parameter"
+                "Options: full_precision_modules, output_dtype and autocast need hooks='all': PyTorch's own hooks cast every "
+                "parameter and every input"
             )
+        if not options.cast_forward_inputs:
+            raise ValueError("Options: cast_forward_inputs=False needs hooks='all': PyTorch's own hooks cast every input")
         if ddp.mixed_precision is None:
             native.restore_masters(ddp)
             ddp.mixed_precision = precision
@@ -72,7 +75,7 @@ class RootModel:
         for module, key, hook in self._hooked:
             module._forward_pre_hooks[key] = hook
         self.guards.detach()
-        optimizer_guard.remove(self)
+        optimizer_steps.remove(self)
         ddp._submodule_to_event = defaultdict(deque)
         del ddp.__dict__["_ddp_mp_root"]
 
@@ -88,13 +91,13 @@ class RootModel:
         self.rows = [
             row
             for row in managed_parameters(ddp.module, ddp.parameters_to_ignore)
-            if row.floating and row.param.dtype is not dtype and _owns_storage(row)
+            if row.floating and row.master.dtype is not dtype and _owns_storage(row)
         ]
         by_device: dict[torch.device, list[Managed]] = {}
         for row in self.rows:
-            by_device.setdefault(row.param.device, []).append(row)
+            by_device.setdefault(row.master.device, []).append(row)
         self.groups = [_RootGroup(rows, dtype, self.options) for rows in by_device.values()]
-        bucket_of = {id(row.param): (g, b) for g, group in enumerate(self.groups) for row, b in group.buckets()}
+        bucket_of = {id(row.master): (g, b) for g, group in enumerate(self.groups) for row, b in group.buckets()}
         self._module_events = [
             (module, max((bucket_of[id(p)] for p in module._parameters.values() if id(p) in bucket_of), default=(0, 0)))
             for module in ddp.module.modules()
@@ -105,7 +108,7 @@ class RootModel:
     @property
     def needs_exposing(self) -> bool:
         """Whether any parameter is its low-precision copy now."""
-        return any(row.param.dtype is self.precision.param_dtype for row in self.rows)
+        return any(row.master.dtype is self.precision.param_dtype for row in self.rows)
 
     @property
     def under_way(self) -> str:
@@ -119,10 +122,22 @@ class RootModel:
 
     watches_steps = False
 
+    def maybe_stepped(self) -> None:
+        """Every forward casts anew."""
+
+    def before_step(self) -> None:
+        """An optimizer is about to write the parameters: masters in place."""
+        if self.under_way:
+            raise RuntimeError(
+                f"ddp_mp: an optimizer stepped inside a {self.under_way} of a model with Options.hooks='root', where its "
+                "parameters are low-precision copies; call optimizer.step() after backward, or ddp_mp.unpatch(ddp) first"
+            )
+        self.expose()
+
     @property
     def parameter_ids(self) -> set[int]:
         """``id`` of every parameter that is cast."""
-        return {id(row.param) for row in self.rows}
+        return {id(row.master) for row in self.rows}
 
     def expose(self) -> None:
         """Masters in place, unless a forward or a backward is under way in this thread."""
@@ -151,11 +166,6 @@ class RootModel:
         ddp._submodule_to_event = table
 
 
-def _master_of(param: torch.Tensor) -> torch.Tensor | None:
-    master: torch.Tensor | None = param.__dict__.get("_fp_param")
-    return master
-
-
 class _RootGroup:
     """The parameters of one device; each copy is the parameter's own ``_mp_param``."""
 
@@ -163,11 +173,11 @@ class _RootGroup:
         self.rows, self.dtype = rows, dtype
         self.engine = new_engine(rows, dtype, options)
         self.lows = [self._low(row) for row in rows]
-        self.masters = [row.param.data for row in rows]
-        self.bytes = [row.param.numel() * dtype.itemsize for row in rows]
+        self.masters = [row.master.data for row in rows]
+        self.bytes = [row.master.numel() * dtype.itemsize for row in rows]
         self._storages = [low.untyped_storage() for low in self.lows]
         for row, master in zip(rows, self.masters, strict=True):
-            row.param.__dict__["_fp_param"] = master
+            row.master.__dict__["_fp_param"] = master
         self._allocate()
         self.engine.bind(self.masters, self.lows, None)
         self.bucket_count = len(self.engine.buckets)
@@ -175,10 +185,10 @@ class _RootGroup:
             storage.resize_(0)
 
     def _low(self, row: Managed) -> torch.Tensor:
-        low = getattr(row.param, "_mp_param", None)
-        if low is None or low.dtype is not self.dtype or low.shape != row.param.shape:
-            low = torch.empty_like(row.param, dtype=self.dtype, requires_grad=False)
-            row.param.__dict__["_mp_param"] = low
+        low = getattr(row.master, "_mp_param", None)
+        if low is None or low.dtype is not self.dtype or low.shape != row.master.shape:
+            low = torch.empty_like(row.master, dtype=self.dtype, requires_grad=False)
+            row.master.__dict__["_mp_param"] = low
         return low
 
     def buckets(self) -> list[tuple[Managed, int]]:
@@ -198,7 +208,7 @@ class _RootGroup:
         self.engine.reclaim()
         for row in self.rows:
             # as PyTorch's root hook: its reduction wants gradients in the computing type
-            grad = row.param.grad
+            grad = row.master.grad
             if grad is not None and grad.dtype is not self.dtype:
                 grad.data = grad.to(self.dtype)
         self._allocate()
@@ -206,14 +216,14 @@ class _RootGroup:
         if status == _C.MOVED:
             for index in self.engine.moved():
                 row = self.rows[index]
-                if row.param.shape != self.masters[index].shape:
+                if row.master.shape != self.masters[index].shape:
                     raise ValueError(
                         f"parameter {row.name!r}: expected shape {tuple(self.masters[index].shape)}, found "
-                        f"{tuple(row.param.shape)}; wrap the module again"
+                        f"{tuple(row.master.shape)}; wrap the module again"
                     )
-                if row.param.dtype is not self.masters[index].dtype:
+                if row.master.dtype is not self.masters[index].dtype:
                     return False
-                self.masters[index] = row.param.__dict__["_fp_param"] = row.param.data
+                self.masters[index] = row.master.__dict__["_fp_param"] = row.master.data
                 self.engine.rebind_master(index, self.masters[index])
             status = self.engine.begin()
         return status == _C.UNCHANGED
@@ -234,7 +244,7 @@ class _RootHook:
 def _owns_storage(row: Managed) -> bool:
     """Whether the engine can read the parameter and write its copy flat; others keep PyTorch's way, which is none here."""
     try:
-        dense = bool(_C.describe(row.param)["dense"])
+        dense = bool(_C.describe(row.master)["dense"])
     except BufferError as error:
         raise RuntimeError(f"Options.hooks='root': parameter {row.name!r} cannot be read: {error}") from error
     if not dense:

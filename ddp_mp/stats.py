@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from .low import summed_counters
+from .leaves import summed_counters
 from .model import model_of
 from .root import root_of
 
@@ -77,24 +77,24 @@ def stats(ddp: Any) -> Stats:
     """
     model, root = model_of(ddp), root_of(ddp)
     if model is not None:
-        fallback = model.low.fallback
+        pool, reducer = model.plan.pool, model.plan.reducer
         return _filled(
-            model.low.counters(),
-            {group.device.type for group in model.low.groups},
+            pool.counters(),
+            {group.device.type for group in pool.groups},
             forwards=model.forward.forwards,
-            casts=model.low.casts,
-            skipped=model.low.reused,
-            parameters=len(model.low.rows),
-            fallbacks=0 if fallback is None else fallback.casts,
-            low_bytes=model.low.nbytes,
-            reductions=model.reducer.reductions,
-            bytes_reduced=model.reducer.bytes_reduced,
+            casts=pool.casts,
+            skipped=pool.reused,
+            parameters=len(pool.rows),
+            fallbacks=0 if pool.fallback is None else pool.fallback.casts,
+            low_bytes=pool.nbytes,
+            reductions=reducer.reductions,
+            bytes_reduced=reducer.bytes_reduced,
             rebuilds=model.rebuilds,
         )
     if root is not None:
         return _filled(
             summed_counters(group.engine for group in root.groups),
-            {group.rows[0].param.device.type for group in root.groups},
+            {group.rows[0].master.device.type for group in root.groups},
             forwards=root.casts,
             casts=root.casts,
             skipped=0,

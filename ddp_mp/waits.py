@@ -1,8 +1,8 @@
 """Where the current stream waits for the casts.
 
-At the root is right for every model: nothing in the module runs before all copies are there.  With ``wait="module"`` the root
-waits for the first bucket, and for whatever is not known to be covered; each other bucket is waited for where the modules that
-hold its parameters are called, so that casts overlap the first layers.
+The root is right for every model: nothing in the module runs before all leaves hold their values.  With ``wait="module"`` the
+root waits for the first bucket, and for whatever is not known to be covered.  Each other bucket is waited for where the modules
+that hold its parameters are called, so that casts overlap the first layers.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from .low import LowPrecision
-from .ranges import profiling, span
-from .weak import weakly
+from .hooks import profiling, span, weakly
+from .leaves import LeafPool
 
 
 class Waits:
@@ -25,15 +24,15 @@ class Waits:
     output projection, parameter containers, weights that only a functional call uses) are waited for at the root.
     """
 
-    def __init__(self, module: nn.Module, low: LowPrecision, by_module: bool) -> None:
-        self._module, self._low = weakref.ref(module), low
+    def __init__(self, module: nn.Module, pool: LeafPool, by_module: bool) -> None:
+        self._module, self._pool = weakref.ref(module), pool
         self._handles: list[Any] = []
         self._called: set[int] | None = None
         self._covered: list[tuple[Any, int, Callable[..., None]]] = []  # (a module's hooks, our key there, our hook)
         self._in_ranges = False
         # at the root: each engine's wait(), and the bucket up to which it waits; -1: all
-        self._waits: list[tuple[Callable[[int], None], int]] = [(group.engine.wait, -1) for group in low.groups]
-        if by_module and any(len(group.engine.buckets) > 1 for group in low.groups):
+        self._waits: list[tuple[Callable[[int], None], int]] = [(group.engine.wait, -1) for group in pool.groups]
+        if by_module and any(len(group.engine.buckets) > 1 for group in pool.groups):
             self._called = set()
             learn = weakly(self._learn, None)
             for inner in module.modules():
@@ -57,7 +56,7 @@ class Waits:
         return {handle.id for handle in self._handles}
 
     def at_root(self) -> None:
-        """The root's forward starts: the copies have just been cast."""
+        """The root's forward starts: the masters have just been cast."""
         if self._covered and profiling() is not self._in_ranges:
             self._put_into_ranges(profiling())
         with span("ddp_mp::wait"):
@@ -78,7 +77,7 @@ class Waits:
         called, self._called = self._called, None
         self.detach()
         module = self._module()
-        for index, group in enumerate(self._low.groups if module is not None else ()):
+        for index, group in enumerate(self._pool.groups if module is not None else ()):
             self._hook_group(index, group, module, called)
 
     def _learn(self, module: nn.Module, args: Any) -> None:
@@ -90,7 +89,7 @@ class Waits:
         called = called - {id(module._parameters)}  # the root's own: it would wait for them before they are cast
         root = 0
         for row, (bucket, _) in zip(group.rows, group.engine.rows, strict=True):
-            homes = [id(home) for home, _ in row.sites]
+            homes = [id(site.parameters) for site in row.sites]
             if not all(home in called for home in homes):
                 root = max(root, bucket)
             for home in homes:

@@ -136,9 +136,6 @@ class Oracle:
         self.broadcast_buffers = broadcast_buffers
         names = [name for name, _ in self.module.named_parameters()]
         self.grads: list[dict[str, torch.Tensor | None]] = [dict.fromkeys(names) for _ in range(ranks)]
-        #: by rank: what all ranks have of a gradient to which this one has added; None: it is equal, or all its own
-        self._bases: list[dict[str, torch.Tensor | None]] = [dict.fromkeys(names) for _ in range(ranks)]
-        self._local = [dict.fromkeys(names, False) for _ in range(ranks)]  # whether a rank has what others may not have
         if precision.buffer_dtype is not None:
             for name, buffer in self.module.named_buffers():
                 if buffer.is_floating_point() and not any(name.startswith(f"{part}.") for part in full):
@@ -225,7 +222,7 @@ class Oracle:
                 module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
 
     def _reduce(self, name: str, new: list[torch.Tensor | None]) -> None:
-        parts = [_sum(grad, self._own(rank, name)) for rank, grad in enumerate(new)]
+        parts = [_sum(grad, self.grads[rank][name]) for rank, grad in enumerate(new)]  # all of it, as in plain DDP
         if all(part is None for part in parts):
             return
         total: torch.Tensor | None = None
@@ -236,48 +233,24 @@ class Oracle:
                 total = part if total is None else total + part
         assert total is not None
         master = self.module.get_parameter(name).dtype
-        for rank, grads in enumerate(self.grads):
-            before = self._bases[rank][name] if self._local[rank][name] else grads[name]
-            grads[name] = _sum(before, total.to(master))
-            self._local[rank][name], self._bases[rank][name] = False, None
-
-    def _own(self, rank: int, name: str) -> torch.Tensor | None:
-        """What a rank has accumulated that is not on the others."""
-        held, base = self.grads[rank][name], self._bases[rank][name]
-        if not self._local[rank][name] or held is None:
-            return None
-        return held if base is None else held - base
+        for grads in self.grads:
+            grads[name] = total.to(master)
 
     def accumulate(self, rank: int, name: str, grad: torch.Tensor | None) -> None:
         """A gradient of one rank, without a reduction."""
         if grad is None:
             return
-        if not self._local[rank][name]:
-            self._local[rank][name], self._bases[rank][name] = True, self.grads[rank][name]
         self.grads[rank][name] = _sum(self.grads[rank][name], grad)
 
     def zero_grad(self) -> None:
         """Forgets all gradients."""
-        for of_rank in (*self.grads, *self._bases):
+        for of_rank in self.grads:
             of_rank.update(dict.fromkeys(of_rank))
-        for local in self._local:
-            local.update(dict.fromkeys(local, False))
 
     def zero_grad_in_place(self) -> None:
         """Keeps gradients that are there, as zeros."""
         for grads in self.grads:
             grads.update({name: None if g is None else torch.zeros_like(g) for name, g in grads.items()})
-        self.written_in_place()
-
-    def written_in_place(self) -> None:
-        """Gradients were changed by the user: where a rank has added to one, nothing in it is known to be on all ranks."""
-        for bases in self._bases:
-            bases.update(dict.fromkeys(bases))
-
-    def hold_own(self, name: str) -> None:
-        """Whatever ranks hold of a gradient now counts as their own."""
-        for rank, grads in enumerate(self.grads):
-            self._local[rank][name], self._bases[rank][name] = grads[name] is not None, None
 
 
 def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:

@@ -19,6 +19,7 @@ from torch import nn
 
 import ddp_mp
 
+ORIGINAL = torch.autograd._engine_run_backward
 Tensors = Sequence[torch.Tensor]
 Program = Callable[[Callable[[torch.Tensor], torch.Tensor], list[nn.Parameter], torch.Tensor], Tensors]
 
@@ -57,15 +58,25 @@ def of_a_step(call: Callable[[torch.Tensor], torch.Tensor], params: list[nn.Para
 PROGRAMS: list[Program] = [of_each_task, of_each_task_the_last_frees_the_graph, of_second_order, of_a_step]
 
 
+def of_masters(module: nn.Module, dtype: torch.dtype) -> tuple[Callable[[torch.Tensor], torch.Tensor], list[nn.Parameter]]:
+    """A call that casts masters inside autograd, and the masters: gradients of these have the masters' type."""
+    masters = copy.deepcopy(module)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        casts = {name: param.to(dtype) for name, param in masters.named_parameters()}
+        return torch.func.functional_call(masters, casts, (x.to(dtype),))
+
+    return call, list(masters.parameters())
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_gradients_asked_for_are_those_of_the_copies(rank: Rank, program: Program) -> None:
+def test_gradients_asked_for_are_those_of_the_leaves(rank: Rank, program: Program) -> None:
     trial = Trial(rank, mlp())
     params = list(trial.module.parameters())
     for seed in range(3):
         x = rank.inputs(vectors(), seed)[rank.index]
-        low = copy.deepcopy(trial.oracle.module).to(BF16)
-        due = program(lambda x, low=low: low(x.to(BF16)), list(low.parameters()), x)
+        due = program(*of_masters(trial.oracle.module, BF16), x)
         for got, want in zip(program(trial.ddp, params, x), due, strict=True):
             require_same("gradient", got, want)
         assert all(param.grad is None for param in params)
@@ -88,9 +99,9 @@ def test_loss_after_a_step_is_reduced_with_its_gradient_through_the_step(rank: R
 
     found = []
     for x in rank.inputs(vectors()):
-        low = copy.deepcopy(trial.oracle.module).to(BF16)
-        meta(lambda x, low=low: low(x.to(BF16)), list(low.parameters()), x).backward()
-        found.append([param.grad.float() for param in low.parameters()])
+        call, masters = of_masters(trial.oracle.module, BF16)
+        meta(call, masters, x).backward()
+        found.append([param.grad for param in masters])
     meta(trial.ddp, params, rank.inputs(vectors())[rank.index]).backward()
     for param, *grads in zip(params, *found, strict=True):
         require_same("gradient", param.grad, sum(grads, torch.zeros(())) / 2)
@@ -127,7 +138,7 @@ def test_gradients_of_before_are_there_while_others_are_asked_for(rank: Rank) ->
     trial.train(vectors(), steps=2)
 
 
-# --- after a switch to masters, which makes a parameter forget what autograd has of it -------------------------------------
+# --- after something that may have looked at the masters -----------------------------------------------------------------
 
 
 def after_a_backward(trial: Trial, loss: torch.Tensor) -> None:
@@ -163,16 +174,15 @@ def second_order(tasks: list[torch.Tensor], params: list[nn.Parameter]) -> Tenso
 @pytest.mark.parametrize("model", [mlp, Saved])
 @pytest.mark.parametrize("program", [first_order, second_order])
 @pytest.mark.parametrize("before", [after_a_backward, after_two_backwards, after_a_state_dict, after_an_evaluation])
-def test_gradients_asked_for_of_a_graph_of_before_are_those_of_the_copies(
+def test_gradients_asked_for_of_a_graph_of_before_are_those_of_the_leaves(
     rank: Rank, before: Any, program: Any, model: Any
 ) -> None:
     trial = Trial(rank, model().double(), ddp_mp.MixedPrecision(F32, F64))  # of second order, bfloat16 leaves no digit
     params = list(trial.module.parameters())
-    original = torch.autograd._engine_run_backward
     for seed in range(3):
         x = rank.inputs(vectors(), seed)[rank.index]
-        low = copy.deepcopy(trial.oracle.module).to(F32)
-        due = program(losses(low(x)), list(low.parameters()))
+        call, masters = of_masters(trial.oracle.module, F32)
+        due = program(losses(call(x)), masters)
         tasks = losses(trial.ddp(x))
         before(trial, sum(tasks, torch.zeros(())))
         accumulated = [None if param.grad is None else param.grad.clone() for param in params]
@@ -187,7 +197,8 @@ def test_gradients_asked_for_of_a_graph_of_before_are_those_of_the_copies(
         del tasks
         trial.zero_grad()
         trial.train(vectors(), steps=1, seed=10 * seed)
-    assert torch.autograd._engine_run_backward is original  # as soon as no such graph is left
+    ddp_mp.unpatch(trial.ddp)
+    assert torch.autograd._engine_run_backward is ORIGINAL
     assert {param.dtype for param in params} == {F64}
 
 

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import ddp_mp
 from ddp_mp import _C, check
-from ddp_mp.low import LowPrecision
+from ddp_mp.leaves import LeafPool
 
 ROOT = pathlib.Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -80,17 +80,17 @@ def test_check_values_reach_what_casts_get_wrong() -> None:
 def test_check_finds_a_wait_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     check.check_order(CPU)
     inline = _C.host_set_inline_bytes(123)
-    monkeypatch.setattr(LowPrecision, "wait", lambda self: None)
-    with pytest.raises(check.CheckError, match=r"copies should hold 1\.0 in bfloat16"):
+    monkeypatch.setattr(LeafPool, "wait", lambda self: None)
+    with pytest.raises(check.CheckError, match=r"leaves should hold 1\.0 in bfloat16"):
         check.check_order(CPU)
     assert _C.host_set_inline_bytes(inline) == 123, "knobs are as they were"
 
 
 def test_check_finds_an_event_that_comes_too_early() -> None:
     module = torch.nn.Linear(4, 4)  # cast at once, not by the worker that is held up
-    low = LowPrecision(check.managed_parameters(module, set()), torch.bfloat16, ddp_mp.Options())
+    pool = LeafPool(check.managed_parameters(module, set()), torch.bfloat16, ddp_mp.Options(), lambda row, leaf: None)
     with torch.no_grad(), pytest.raises(check.CheckError, match="counts as done before it has run"):
-        check._require_order(module, low, CPU, 1.0)
+        check._require_order(module, pool, CPU, 1.0)
     time.sleep(0.1)  # the worker is let go
 
 

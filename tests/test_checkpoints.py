@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from modules import Two, mlp, vectors
-from oracle import Trial, square_step
+from oracle import Trial
 from ranks import Rank, on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -71,12 +71,11 @@ def test_checkpoint_reentrant_shared_blocks_equal_oracle(rank: Rank, static: boo
 
 
 @on_ranks(2)
-def test_checkpoint_reentrant_shared_blocks_reduced_too_early_are_an_error_that_names_the_parameter(rank: Rank) -> None:
+def test_checkpoint_reentrant_shared_blocks_in_buckets_of_their_own_equal_oracle(rank: Rank) -> None:
+    """The first round shows that the block's gradients arrive more than once: no bucket is reduced before a backward ends."""
     trial = Trial(rank, SharedBlocks(True), bucket_cap_mb=0.0001)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"ready only once.*block\.bias.*static_graph=True"):
-            square_step(trial.ddp, torch.randn(4, 8))
-        trial.check()
+    trial.tolerance = 2**-6  # three low-precision gradients are summed in another order
+    trial.train(vectors(), steps=4)
 
 
 @on_ranks(2)

@@ -319,12 +319,12 @@ def test_interpreter_waits_until_the_process_group_lets_go_of_what_was_reduced()
 def test_interpreter_ends_beside_a_collective_that_never_does_and_a_child_knows_of_none() -> None:
     program = start(
         """
-        from ddp_mp import lent
-        held = lent.lend(torch.ones(1))  # as by a thread that waits for a rank that has died
-        print(len(lent._lent), flush=True)
+        from ddp_mp import comm
+        held = comm.lend(torch.ones(1))  # as by a thread that waits for a rank that has died
+        print(len(comm._lent), flush=True)
         child = os.fork()
         if child == 0:
-            print(len(lent._lent), flush=True)
+            print(len(comm._lent), flush=True)
             sys.exit()
         print(os.waitpid(child, 0)[1])
         """

@@ -5,6 +5,7 @@ Unless a test says otherwise a model is one weight of 0.5, whose gradient is its
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 import warnings
@@ -378,13 +379,25 @@ def test_parameter_added_after_wrapping_is_one_clear_error(rank: Rank) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("reduce", [F32, BF16], ids=str)
-def test_accumulated_gradients_are_not_rounded(rank: Rank, reduce: torch.dtype) -> None:
+def test_accumulated_gradients_are_not_rounded(rank: Rank) -> None:
     # pytorch/pytorch#125191, pytorch/pytorch#106395
-    ddp = wrap(scalar(), ddp_mp.MixedPrecision(BF16, reduce))
+    ddp = wrap(scalar(), ddp_mp.MixedPrecision(BF16, F32))
     ddp(column(256)).sum().backward()
     ddp(column(1)).sum().backward()
     assert ddp.module.weight.grad.item() == 257.0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("synchronised", [False, True])
+def test_accumulation_is_rounded_to_the_reduction_type_where_it_is_reduced(rank: Rank, synchronised: bool) -> None:
+    """Everything in ``.grad`` is reduced again, as in plain DDP, and so is rounded once per reduction."""
+    ddp = wrap(scalar(), ddp_mp.MixedPrecision(BF16, BF16))
+    with contextlib.nullcontext() if synchronised else ddp.no_sync():
+        ddp(column(256)).sum().backward()
+        ddp(column(1)).sum().backward()
+    assert ddp.module.weight.grad.item() == (256.0 if synchronised else 257.0)
+    ddp(column(2)).sum().backward()
+    assert ddp.module.weight.grad.item() == (258.0 if synchronised else 260.0)
 
 
 @on_ranks(2)

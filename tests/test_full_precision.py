@@ -99,7 +99,7 @@ def spied(module: nn.Module) -> list[Any]:
     def noted(*args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
         given = [a.dtype for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
-        weight = next((p.dtype for p in module.parameters()), None)
+        weight = module.weight.dtype if isinstance(getattr(module, "weight", None), torch.Tensor) else None
         seen.append((given, weight, output.dtype if isinstance(output, torch.Tensor) else None))
         return output
 
@@ -532,9 +532,9 @@ def test_full_patch_that_is_refused_leaves_pytorchs_mixed_precision(rank: Rank) 
 
 @on_ranks(2)
 def test_full_and_output_type_need_all_hooks(rank: Rank) -> None:
-    for more in (keep(nn.LayerNorm), {"output_dtype": F32}):
+    for more in (keep(nn.LayerNorm), {"output_dtype": F32}, {"autocast": True}):
         options = ddp_mp.Options(hooks="root", **more)
-        with pytest.raises(ValueError, match=r"full_precision_modules and output_dtype need hooks='all'"):
+        with pytest.raises(ValueError, match=r"full_precision_modules, output_dtype and autocast need hooks='all'"):
             ddp_mp.patch(DistributedDataParallel(Normalised()), mixed_precision=MIXED, options=options)
 
 

@@ -59,14 +59,17 @@ def test_numpy_view_of_a_weight_inside_forward_changes_nothing(rank: Rank) -> No
 
 
 @on_ranks(2)
-def test_memory_of_a_copy_that_the_user_holds_as_a_storage_keeps_its_values(rank: Rank) -> None:
+def test_memory_of_a_leaf_that_the_user_holds_as_a_storage_keeps_its_values(rank: Rank) -> None:
     model = scalar()
-    ddp = patched(model)
+    ddp = patched(torch.nn.Sequential(model))
+    seen: list[torch.Tensor] = []
+    model.register_forward_hook(lambda module, args, output: seen.append(module.weight))
     for step in range(6):
+        seen.clear()
         loss = ddp(column(1)).sum()
         if step == 1:
-            kept, offset = model.weight.untyped_storage(), model.weight.storage_offset()
-            value = model.weight.item()
+            kept, offset = seen[0].untyped_storage(), seen[0].storage_offset()
+            value = seen[0].item()
         loss.backward()
         with torch.no_grad():
             model.weight.add_(1)

@@ -89,13 +89,11 @@ def test_log_of_rare_events_is_at_debug(rank: Rank) -> None:
     trial = Trial(rank, mlp())
     trial.train(vectors(), steps=1)
     with logged(logging.DEBUG) as messages:
-        trial.module[0].weight.data = torch.randn(8, 8)
         output = trial.ddp(torch.randn(4, 8))
         output.register_hook(lambda grad: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             output.sum().backward()
         trial.ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-    assert any(m.startswith("DEBUG masters were found at another address") for m in messages)
     assert any(m.startswith("DEBUG a backward failed") for m in messages)
     assert any(m.startswith("INFO buckets are reduced by the communication hook allreduce_hook") for m in messages)
     trial.zero_grad()

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from gradient_rig import Rig as Gradients
-from gradient_rig import grad_of, low, params
+from leaf_rig import Rig as Gradients
+from leaf_rig import grad_of, masters
 from modules import mlp, vectors
 from oracle import Trial, square_step
 from ranks import Rank, on_ranks
 from test_engine import Rig as Lowered
 from test_engine import small
 
-import ddp_mp.low
+import ddp_mp.leaves
 from ddp_mp import _C
 
 _testcapi = pytest.importorskip("_testcapi", reason="this Python was built without its test modules")
@@ -124,79 +124,62 @@ def test_memory_out_for_good_a_step_needs_none_of_cpython() -> None:
 # --- CPython's allocator: gradients ---------------------------------------------------------------------------------------
 
 
-def strange(dtype: torch.dtype) -> torch.Tensor:
-    """A gradient of the first parameter that is not read flat: its row is returned, and the list of rows is allocated."""
-    return torch.randn(4, 3).to(dtype).t()
-
-
 class Backward(Gradients):
-    """Between two backwards, the first of which left local gradients on two of three parameters.
+    """A backward whose gradients are there: the first row's cannot be read flat, so that lists of rows are allocated."""
 
-    ``strange_old``, ``strange_new``: that of the first, or of the second backward has other strides than its parameter.
-    """
-
-    def __init__(self, strange_old: bool = False, strange_new: bool = False) -> None:
-        super().__init__(params((3, 4), (10,), (5,)), [[0, 1], [2]])
-        self.strange = strange_new
-        self.old = [strange(torch.float32) if strange_old else grad_of(self.params[0]), None, grad_of(self.params[2])]
-        self.values = [p.detach().clone() for p in self.params]
-        self.held = [None if old is None else old.clone() for old in self.old]
+    def __init__(self, packed: bool = False) -> None:
+        super().__init__(masters((3, 4), (10,), (5,)), [[0, 1], [2]])
+        self.values = [master.detach().clone() for master in self.masters]
+        self.old = [grad_of(master, torch.float32) for master in self.masters]
+        self.held = [old.clone() for old in self.old]
         self.out = torch.empty(22)
-        self.reduced = torch.full((22,), 3.0)
-        for p, old in zip(self.params, self.old, strict=True):
-            p.grad = old
+        self.views = tuple(self.parts(0, torch.empty(22)))
+        for master, old in zip(self.masters, self.old, strict=True):
+            master.grad = old
+        self.arrive(strange=not packed)
+        if packed:
+            self.g.pack(0, self.out, 1.0)
+            self.masters[0].grad = self.old[0] = self.old[0].t().contiguous().t()
 
-    def begun(self) -> Backward:
+    def arrive(self, strange: bool = False) -> None:
         self.g.begin(True)
-        for p in self.params:
-            low(p)
-        if self.strange:
-            master, self.params[0].data = self.params[0].data, self.params[0].data.bfloat16()
-            self.params[0].grad = strange(torch.bfloat16)
-            self.params[0].data = master
-        return self
-
-    def packed(self) -> Backward:
-        self.begun().g.pack(0, self.out, 1.0)
-        return self
+        for row, master in enumerate(self.masters[:2]):
+            grad = grad_of(master)
+            self.fire(row, grad.t().contiguous().t() if strange and row == 0 else grad)
 
     def require_as_before(self) -> None:
-        """Each gradient is the object that it was, with its values."""
-        for p, old, held, value in zip(self.params, self.old, self.held, self.values, strict=True):
-            assert torch.equal(p, value)
-            assert p.grad is old
-            assert old is None or torch.equal(old, held)
+        """Each gradient is the object that it was, with its values, and leaves have none."""
+        for master, old, held, value in zip(self.masters, self.old, self.held, self.values, strict=True):
+            assert torch.equal(master, value)
+            assert master.grad is old
+            assert torch.equal(old, held)
+        assert all(leaf.grad is None for leaf in self.leaves)
 
     def require_a_right_backward(self) -> None:
-        self.strange = False
-        self.params[0].grad = self.old[0].contiguous()
-        self.begun()
-        grads = [p.grad.float() for p in self.params]
-        out = self.pack(0)
-        due = [g if h is None else g + h for g, h in zip(grads, self.held, strict=True)][:2]
-        assert torch.equal(out, torch.cat([d.flatten() for d in due]))
-        assert self.g.hand_over(0, self.reduced, self.views[0], 1.0, None) == []
-        assert all(torch.equal(p.grad, torch.full_like(p, 3.0)) for p in self.params[:2])
+        for master, held in zip(self.masters, self.held, strict=True):
+            master.grad = held.clone(memory_format=torch.contiguous_format)
+        self.arrive()
+        due = [leaf.grad.float() + master.grad for leaf, master in zip(self.leaves[:2], self.masters[:2], strict=True)]
+        assert self.g.pack(0, self.out, 1.0) == []
+        assert torch.equal(self.out, torch.cat([d.flatten() for d in due]))
+        assert self.g.give(0, torch.full((22,), 3.0), self.views, 1.0, None) == []
+        assert all(torch.equal(master.grad, torch.full_like(master, 3.0)) for master in self.masters[:2])
         self.g.abort()
 
 
 GRADIENT_CALLS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "begin": (Backward, lambda rig: rig.g.begin(True)),
     "hook": (Backward, lambda rig: rig.g.hook(0)),
     "fired_flags": (Backward, lambda rig: rig.g.fired_flags()),
     "contributes": (Backward, lambda rig: rig.g.contributes()),
-    "unfired": (Backward, lambda rig: rig.g.unfired(0)),
-    "pack": (lambda: Backward(strange_new=True).begun(), lambda rig: rig.g.pack(0, rig.out, 1.0)),
-    "hand_over": (
-        lambda: Backward(strange_old=True).packed(),
-        lambda rig: rig.g.hand_over(0, rig.reduced, rig.views[0], 1.0, None),
-    ),
-    "accumulate": (lambda: Backward(strange_new=True).begun(), lambda rig: rig.g.accumulate(0, rig.views[0])),
+    "unfired": (Backward, lambda rig: rig.g.unfired(1)),
+    "pack": (Backward, lambda rig: rig.g.pack(0, rig.out, 1.0)),
+    "give": (lambda: Backward(packed=True), lambda rig: rig.g.give(0, rig.out, rig.views, 1.0, None)),
+    "accumulate": (Backward, lambda rig: rig.g.accumulate(0, rig.views)),
 }
 
 
 @pytest.mark.parametrize("call", GRADIENT_CALLS)
-def test_memory_out_among_gradients_gives_them_back_and_the_next_backward_is_right(call: str) -> None:
+def test_memory_out_among_gradients_keeps_them_and_the_next_backward_is_right(call: str) -> None:
     for rig, error in failing_once(*GRADIENT_CALLS[call]):
         require_memory_error(error)
         rig.g.abort()
@@ -241,7 +224,7 @@ class Shortage:
         self.asked, self.fails_at = 0, 0
         for name in ("empty", "empty_like", "zeros"):
             patch.setattr(torch, name, self._checked(getattr(torch, name)))
-        patch.setattr(ddp_mp.low._Arenas, "allocate", lambda arenas: self._allocate(arenas))
+        patch.setattr(ddp_mp.leaves._Arenas, "allocate", lambda arenas: self._allocate(arenas))
 
     def next(self) -> None:
         self.asked += 1
@@ -258,6 +241,8 @@ class Shortage:
 
     def _allocate(self, arenas: Any) -> None:
         """As the method does, one arena after the other."""
+        if arenas.allocated:
+            return
         for resize, nbytes in arenas._resize:
             self.next()
             resize(nbytes)

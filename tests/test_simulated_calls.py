@@ -80,8 +80,8 @@ def test_budget_of_a_steady_step(rank: Rank, schedule: Schedule, wait: str) -> N
     with simulated_device(schedule) as device, steady_memory():
         trial = DeviceTrial(rank, mlp(depth=4), device, options={**SMALL, "wait": wait}, bucket_cap_mb=2**-11)
         trial.train(vectors(), steps=3)
-        casts = len(trial.ddp._ddp_mp.low.groups[0].engine.buckets)
-        packs = len(trial.ddp._ddp_mp.reducer.buckets)
+        casts = len(trial.ddp._ddp_mp.plan.pool.groups[0].engine.buckets)
+        packs = len(trial.ddp._ddp_mp.plan.reducer.buckets)
         assert casts >= 3
         assert packs >= 2
         x = torch.randn(4, 8)

@@ -37,7 +37,7 @@ def _simulator() -> None:
 
 
 def _engine(bench: Bench) -> _C.Engine:
-    return bench.ddp._ddp_mp.low.groups[0].engine
+    return bench.ddp._ddp_mp.plan.pool.groups[0].engine
 
 
 def _event(bench: Bench) -> _C.Event:
@@ -219,7 +219,7 @@ def test_fault_of_every_call_around_patching_surfaces(rank: Rank, name: str) -> 
 
         swallowed = sweep(device, fresh, act, verify, must=True)
         if name.startswith("unpatch"):
-            swallowed = {call: nths for call, nths in swallowed.items() if call not in OF_AN_END or len(nths) > 1}
+            swallowed = {call: nths for call, nths in swallowed.items() if call not in OF_AN_END or len(nths) > 2}
         assert not swallowed, f"errors that did not surface: {swallowed}"
 
 

@@ -60,7 +60,7 @@ def test_stats_tell_evaluation_reuse_and_local_steps_apart(rank: Rank) -> None:
     assert ddp_mp.stats(trial.ddp).reductions == 0
     first, second = trial.ddp(torch.randn(4, 8)), trial.ddp(torch.randn(4, 8))
     counters = ddp_mp.stats(trial.ddp)
-    assert (counters.forwards, counters.casts, counters.skipped) == (4, 3, 1)
+    assert (counters.forwards, counters.casts, counters.skipped) == (4, 4, 0)
     assert counters.low_bytes > 0
     (first.sum() + second.sum()).backward()
     counters = ddp_mp.stats(trial.ddp)
@@ -144,11 +144,12 @@ def ranges(trace: torch.profiler.profile) -> list[str]:
 def test_trace_of_a_step_names_casts_waits_and_reductions(rank: Rank) -> None:
     trial = Trial(rank, mlp(), bucket_cap_mb=1e-4)
     buckets = 2
+    trial.train(vectors(), steps=1)  # the first round is reduced when it ends
     for profiled in (True, False, True):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) if profiled else nullcontext() as trace:
             square_step(trial.ddp, torch.randn(4, 8))
         if profiled:
-            assert ranges(trace) == ["cast", "wait", "wait", *["reduce"] * buckets, "restore", "finish"], ranges(trace)
+            assert ranges(trace) == ["cast", "wait", "restore", *["reduce"] * buckets, "restore", "finish"], ranges(trace)
         trial.zero_grad()
     with torch.profiler.profile() as trace, torch.no_grad():
         trial.ddp(torch.randn(4, 8))

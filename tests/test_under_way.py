@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -116,13 +117,13 @@ def test_state_dict_with_variables_gives_the_parameters(rank: Rank, where: Any, 
     assert all(seen[0][name] is param for name, param in trial.module.named_parameters())
 
 
-ACTS: dict[str, tuple[Callable[[Trial], Any], str]] = {
-    "load": (lambda trial: trial.module.load_state_dict(trial.oracle.module.state_dict()), "was loaded while a {during}"),
-    "copy": (lambda trial: copy.deepcopy(trial.module), "was copied while a {during}"),
-    "copy_part": (lambda trial: copy.deepcopy(trial.module.a), "was copied while a {during}"),
-    "copy_wrapper": (lambda trial: copy.deepcopy(trial.ddp), "was copied while a {during}"),
-    "step": (lambda trial: torch.optim.SGD(trial.module.parameters(), lr=0.1).step(), "an optimizer stepped inside a {during}"),
-    "unpatch": (lambda trial: ddp_mp.unpatch(trial.ddp), "under way"),
+ACTS: dict[str, Callable[[Trial], Any]] = {
+    "load": lambda trial: trial.module.load_state_dict(trial.oracle.module.state_dict()),
+    "copy": lambda trial: copy.deepcopy(trial.module),
+    "copy_part": lambda trial: copy.deepcopy(trial.module.a),
+    "copy_wrapper": lambda trial: copy.deepcopy(trial.ddp),
+    "pickle": lambda trial: pickle.loads(pickle.dumps(trial.module.a)),
+    "step": lambda trial: torch.optim.SGD(trial.module.parameters(), lr=0.0).step(),
 }
 
 
@@ -130,19 +131,37 @@ ACTS: dict[str, tuple[Callable[[Trial], Any], str]] = {
 @WHERE
 @DURING
 @pytest.mark.parametrize("name", ACTS)
-def test_what_needs_masters_is_an_error_and_disturbs_nothing(rank: Rank, where: Any, during: str, name: str) -> None:
+def test_what_uses_masters_has_them_and_disturbs_nothing(rank: Rank, where: Any, during: str, name: str) -> None:
     trial = Trial(rank, Halves())
-    act, message = ACTS[name]
+    masters = {key: value.clone() for key, value in trial.module.state_dict().items()}
+    made: list[Any] = []
+    step_with(trial, rank, only_once(lambda: made.append(where(lambda: ACTS[name](trial))), trial), during)
+    assert len(made) == 1
+    if isinstance(made[0], torch.nn.Module):
+        for key, value in made[0].state_dict().items():
+            whole = key.removeprefix("module.") if "." in key else f"a.{key}"
+            require_same(key, value, masters[whole])
+        assert all(p.dtype is F32 for p in made[0].parameters())
+        for module in made[0].modules():
+            assert not set(module._parameters) & set(vars(module)), "a leaf came along"
+    assert trial.module.a.weight.dtype is F32
+    trial.train(lambda: torch.randn(4, 8), steps=2)
+
+
+@on_ranks(2)
+@WHERE
+@DURING
+def test_unpatch_is_an_error_and_disturbs_nothing(rank: Rank, where: Any, during: str) -> None:
+    trial = Trial(rank, Halves())
     errors: list[BaseException] = []
 
     def attempt() -> None:
-        with pytest.raises(RuntimeError, match=message.format(during=during)) as error:
-            where(lambda: act(trial))
+        with pytest.raises(RuntimeError, match="under way") as error:
+            where(lambda: ddp_mp.unpatch(trial.ddp))
         errors.append(error.value)
 
     step_with(trial, rank, only_once(attempt, trial), during)
     assert len(errors) == 1
-    assert trial.module.a.weight.dtype is F32
     trial.train(lambda: torch.randn(4, 8), steps=2)
 
 
@@ -159,7 +178,7 @@ def test_after_a_backward_that_failed_masters_are_there_for_any_thread(rank: Ran
     with pytest.raises(ValueError, match="no luck"):
         square_step(trial.ddp, torch.randn(4, 8))
     Stops.between = None
-    where(lambda: ACTS[name][0](trial))
+    where(lambda: ACTS[name](trial))
     trial.zero_grad()
     trial.train(lambda: torch.randn(4, 8), steps=2)
 
@@ -187,17 +206,15 @@ def test_after_a_forward_ended_by_an_interrupt_masters_are_there_for_any_thread(
     with pytest.raises(KeyboardInterrupt):
         trial.ddp(torch.randn(4, 8))
     trial.module.between = None
-    where(lambda: ACTS[name][0](trial))
     assert trial.module.a.weight.dtype is F32
-    if name == "unpatch":
-        return
+    where(lambda: ACTS[name](trial))
     trial.zero_grad()
     trial.train(lambda: torch.randn(4, 8), steps=2)
 
 
 @on_ranks(2)
 @DURING
-def test_full_precision_leaves_the_copies_where_it_is_asked_for_in_the_middle(rank: Rank, during: str) -> None:
+def test_full_precision_shows_masters_where_it_is_asked_for_in_the_middle_of_a_forward(rank: Rank, during: str) -> None:
     trial = Trial(rank, Halves())
     seen: list[Any] = []
 
@@ -206,7 +223,7 @@ def test_full_precision_leaves_the_copies_where_it_is_asked_for_in_the_middle(ra
             seen.append(trial.module.a.weight.dtype)
 
     step_with(trial, rank, only_once(look, trial), during)
-    assert seen == [BF16]
+    assert seen == [F32 if during == "forward" else BF16]
 
 
 @on_ranks(2)
@@ -231,3 +248,28 @@ def test_patch_inside_a_forward_is_an_error_and_disturbs_nothing(rank: Rank) -> 
     assert len(errors) == 3
     ddp_mp.patch(ddp, mixed_precision=ddp_mp.MixedPrecision(BF16, F32))
     assert ddp(torch.randn(4, 8)).dtype is BF16
+
+
+class Freezes(Two):
+    """Freezes one of its weights while it computes, as some adversarial losses do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.a.weight.requires_grad_(False)
+        return super().forward(x)
+
+
+@on_ranks(2)
+def test_weight_frozen_inside_a_forward_is_frozen_and_trains_again_when_it_is_thawed(rank: Rank) -> None:
+    model = Freezes()
+    ddp = ddp_mp.patch(
+        DistributedDataParallel(model, find_unused_parameters=True), mixed_precision=ddp_mp.MixedPrecision(BF16, F32)
+    )
+    ddp(torch.randn(4, 8)).float().sum().backward()
+    assert not model.a.weight.requires_grad
+    assert model.a.weight.grad is None
+    model.forward = lambda x: Two.forward(model, x)
+    model.a.weight.requires_grad_(True)
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(torch.randn(4, 8)).float().sum().backward()
+        assert model.a.weight.grad is not None

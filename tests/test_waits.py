@@ -7,12 +7,11 @@ import threading
 import time
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from modules import Choice, Saved, Two, mlp, vectors
+from modules import Choice, Two, mlp, vectors
 from oracle import Trial, mean_square, require_same, square_step
 from ranks import Rank, on_ranks
 from test_models import MODELS
@@ -20,8 +19,7 @@ from test_unused import inputs_that_choose
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import ddp_mp
-from ddp_mp import _C, backward
+from ddp_mp import _C
 
 SECONDS = 0.03
 #: Every parameter is a bucket of its own.
@@ -106,24 +104,6 @@ def test_wait_ends_with_the_forward_where_a_module_is_skipped(rank: Rank, wait: 
             param.data.add_(0.5)
     trial.backward(square_step, inputs_that_choose(rank, [7], 9))
     trial.check()
-
-
-@on_ranks(1)
-def test_wait_covers_copies_that_a_second_backward_needs_again(rank: Rank) -> None:
-    # where PyTorch cannot say that a graph is kept, its backward gives the copies' memory back
-    trial = Trial(rank, Saved(), options=SMALL)
-    for seed in range(3):
-        xs = rank.inputs(vectors(), seed)
-        loss = mean_square(trial.ddp, xs[0])
-        with mock.patch.object(backward, "_graph_is_kept", return_value=False):
-            loss.backward(retain_graph=True)
-        trial.ddp.zero_grad()
-        assert ddp_mp.stats(trial.ddp).low_bytes == 0
-        with late_casts():
-            loss.backward()
-        trial.oracle.backward(square_step, xs)
-        trial.check()
-        trial.zero_grad()
 
 
 @on_ranks(1)

@@ -114,11 +114,6 @@ class Subject:
     def both(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
         return self.module.get_parameter(name), self.oracle.module.get_parameter(name)
 
-    def forget_reduced(self) -> None:
-        """The hooks are new: that gradients were reduced is not known any more, and they are averaged with what is added."""
-        for name in self.oracle.grads[0]:
-            self.oracle.hold_own(name)
-
     def drop(self) -> None:
         """Nobody will do a backward of what waits."""
         self.waiting.clear()
@@ -427,7 +422,6 @@ class Walk:
             if present:
                 factor = norm / (torch.stack([g.norm() for g in present]).norm() + 1e-6)
                 grads.update({n: None if g is None else g * factor.clamp(max=1.0) for n, g in grads.items()})
-        subject.oracle.written_in_place()
 
     def set_grad(self, subject: Subject, index: int, seed: int) -> bool:
         """A full-precision gradient put there by hand, another one on every rank."""
@@ -440,7 +434,6 @@ class Walk:
             ours.grad = values[self.rank.index].clone()
         for grads, value in zip(subject.oracle.grads, values, strict=True):
             grads[name] = value
-        subject.oracle.hold_own(name)
         return True
 
     def freeze(self, subject: Subject, index: int, frozen: bool) -> bool:
@@ -450,8 +443,6 @@ class Walk:
         if frozen and (name == names[0] or not subject.same_everywhere(name)):
             return False
         subject.drop()
-        if not frozen and not subject.module.get_parameter(name).requires_grad:
-            subject.forget_reduced()
         for param in subject.both(name):
             param.requires_grad_(not frozen)
         if frozen:  # whether what clipping makes of a gradient that stays is reduced is nobody's promise
@@ -500,7 +491,6 @@ class Walk:
                 setattr(inner, key, new)
         for grads in subject.oracle.grads:
             grads[name] = None
-        subject.forget_reduced()
         subject.new_optimizers()
 
     def load(self, subject: Subject, way: str, seed: int) -> bool:
@@ -572,7 +562,6 @@ class Walk:
         self._allow(subject, 1e-5)
         self._allow_more(subject, held, 1e-5)
         oracle.dtype, oracle.reduce_dtype, subject.casts = dtype, reduce, None
-        subject.forget_reduced()
         ddp_mp.patch(subject.ddp, mixed_precision=precision, options=ddp_mp.Options(**OPTIONS[options]))
         subject.options = options
         return True

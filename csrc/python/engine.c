@@ -185,9 +185,15 @@ engine_remember(PyObject *object, PyObject *Py_UNUSED(ignored))
 }
 
 static PyObject *
-engine_resume(PyObject *object, PyObject *Py_UNUSED(ignored))
+engine_check_and_cast(PyObject *object, PyObject *Py_UNUSED(ignored))
 {
-    return run(object, mp_engine_resume, 1);
+    return run(object, mp_engine_check_and_cast, 1);
+}
+
+static PyObject *
+engine_check_unwritten(PyObject *object, PyObject *Py_UNUSED(ignored))
+{
+    return run(object, mp_engine_check_unwritten, 1);
 }
 
 /* What is still low is put back as restore() does, which claims the rows itself. */
@@ -469,8 +475,10 @@ static PyMethodDef engine_methods[] = {
     {"lower", engine_lower, METH_NOARGS, "param.data = low for every row; on an error all rows are masters."},
     {"restore", MP_FUNCTION(engine_restore), METH_FASTCALL | METH_KEYWORDS,
      "restore(bucket=-1): param.data = master.  The current stream waits for the casts: masters may be written after."},
-    {"remember", engine_remember, METH_NOARGS, "Keeps the parameters' version counters, for resume()."},
-    {"resume", engine_resume, METH_NOARGS, "Like begin(), without a cast; WRITTEN when a version counter moved."},
+    {"remember", engine_remember, METH_NOARGS, "Keeps the parameters' version counters, for check_unwritten()."},
+    {"check_and_cast", engine_check_and_cast, METH_NOARGS, "check(); when unchanged, cast().  Returns what check() does."},
+    {"check_unwritten", engine_check_unwritten, METH_NOARGS,
+     "check(); when unchanged, WRITTEN where a version counter moved since remember()."},
     {"reclaim", engine_reclaim, METH_NOARGS, "Masters in place, where somebody else may have switched .data, too."},
     {"wait", MP_FUNCTION(engine_wait), METH_FASTCALL | METH_KEYWORDS,
      "wait(bucket=-1): the current stream waits for the casts of buckets 0..bucket."},

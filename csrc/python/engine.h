@@ -132,18 +132,19 @@ int mp_engine_setup(Engine *self, PyObject *params, PyObject *names, PyObject *s
 int mp_engine_check(Engine *self);
 int mp_engine_cast(Engine *self);
 int mp_engine_lower(Engine *self);
-int mp_engine_begin(Engine *self);
+int mp_engine_check_and_cast(Engine *self);
+int mp_engine_begin(Engine *self); /* and lower */
 int mp_engine_restore(Engine *self, Py_ssize_t bucket); /* -1: all */
 int mp_engine_wait(Engine *self, Py_ssize_t bucket);    /* buckets 0..bucket */
 
 /* engine_hints.c: learns the hints of a bound row.  Leaves no exception. */
 void mp_engine_learn_row(Engine *self, size_t row);
 
-/* engine_reuse.c.  All need mp_engine_enter() around them.  remember: keeps the version counters of all rows.  resume:
- * check(), and when no counter moved since, lower(); else MOVED, REPLACED or WRITTEN with nothing done.  reclaim: rows
- * that are not their copies any more count as masters. */
+/* engine_reuse.c.  All need mp_engine_enter() around them.  remember: keeps the version counters of all rows.
+ * check_unwritten: check(), and WRITTEN when a counter moved since.  reclaim: rows that are not their copies any more
+ * count as masters. */
 int mp_engine_remember(Engine *self);
-int mp_engine_resume(Engine *self);
+int mp_engine_check_unwritten(Engine *self);
 int mp_engine_reclaim(Engine *self);
 
 /* Waits on this thread until no cast reads a master or writes a low: before such a tensor may be let go. */

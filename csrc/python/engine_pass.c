@@ -494,7 +494,7 @@ mp_engine_restore(Engine *self, Py_ssize_t bucket)
 }
 
 int
-mp_engine_begin(Engine *self)
+mp_engine_check_and_cast(Engine *self)
 {
     int result = mp_engine_check(self);
     if (result != UNCHANGED) {
@@ -503,5 +503,15 @@ mp_engine_begin(Engine *self)
     self->verified = 1;
     int failed = mp_engine_cast(self) < 0;
     self->verified = 0;
-    return failed || mp_engine_lower(self) < 0 ? -1 : UNCHANGED;
+    return failed ? -1 : UNCHANGED;
+}
+
+int
+mp_engine_begin(Engine *self)
+{
+    int result = mp_engine_check_and_cast(self);
+    if (result != UNCHANGED) {
+        return result;
+    }
+    return mp_engine_lower(self) < 0 ? -1 : UNCHANGED;
 }

@@ -57,7 +57,7 @@ unwritten(Engine *self)
 }
 
 int
-mp_engine_resume(Engine *self)
+mp_engine_check_unwritten(Engine *self)
 {
     int result = mp_engine_check(self);
     if (result != UNCHANGED) {
@@ -67,10 +67,7 @@ mp_engine_resume(Engine *self)
     if (same < 0) {
         return -1;
     }
-    if (!same) {
-        return WRITTEN;
-    }
-    return mp_engine_lower(self) < 0 ? -1 : UNCHANGED;
+    return same ? UNCHANGED : WRITTEN;
 }
 
 /* 1 when the row's `.data` still is its copy, 0 when it is something else, -1 with an exception.  A copy whose storage

@@ -1,40 +1,32 @@
-/* Moving gradients of a bucket between `.grad` and flat memory: pack, hand over, accumulate.
+/* Moving gradients of a bucket between `.grad` and flat memory: pack, give, accumulate.
  *
- * Flat.  Buckets are packed row after row without gaps, each row in the memory order of its parameter.  A tensor is
- * read flat when it is dense and has its parameter's strides; rows for which some tensor is not are left untouched and
- * returned by number: the caller does those with PyTorch's own operations, and then settles them.
+ * Flat.  Buckets are packed row after row without gaps, each row in the memory order of its master.  A tensor is read
+ * flat when it is dense and has its master's strides; rows for which some tensor is not are left untouched and returned
+ * by number: the caller does those with PyTorch's own operations.
  *
- * Order of every operation: look at everything, launch, and only then change `.grad`.  A failure before the first
- * change leaves all as it was.  A failure after goes on with the other rows; a stash is dropped only when its row is
- * done, so that abort() can put back the rest.
+ * Order of every operation: look at everything, launch, and only then change `.grad`.  A failure before the first change
+ * leaves all as it was; a failure after goes on with the other rows.
  *
  * Streams.  Launches go to the current stream.  Gradients are let go right after: memory that the allocator then uses
  * again on that stream is used in order.
  */
 #include "python/gradients.h"
 
-/* What one operation decided for a row. */
-enum action {
-    ACTION_SKIP = 0,   /* returned to the caller */
-    ACTION_LEAVE = 1,  /* nothing to do */
-    ACTION_PACKED = 2, /* `.grad` becomes None, the stash stays */
-    ACTION_BACK = 3,   /* `.grad` becomes the stash, unchanged; synced or local as before */
-    ACTION_LOCAL = 4,  /* `.grad` becomes result[k], which holds what other ranks do not have */
-    ACTION_SYNCED = 5, /* `.grad` becomes result[k], equal on all ranks */
-};
+/* How many rows ahead objects are asked for. */
+#define AHEAD 8
 
 /* One operation on one bucket: what it collects until it launches. */
 typedef struct operation {
-    grad_bucket *bucket;
-    PyObject *skipped;   /* owned list of rows for the caller */
-    PyObject *any;       /* borrowed; a tensor of the device that lends its type for the current stream */
-    size_t count;        /* rows in work[0...] */
-    size_t sums;         /* rows in the second half of work, for a launch after the first */
+    bucket_state *bucket;
+    PyObject *skipped; /* owned list of rows for the caller */
+    PyObject *any;     /* borrowed; a tensor of the device that lends its type for the current stream */
+    size_t count;      /* rows of work */
     uint64_t bytes;
+    int clears; /* gradients that were read from leaves become None */
 } operation;
 
 static int
-operation_begin(Gradients *self, operation *op, size_t bucket)
+begin(Gradients *self, operation *op, size_t bucket)
 {
     *op = (operation){.bucket = &self->buckets[bucket]};
     if (mp_gradients_enter(self) < 0) {
@@ -50,12 +42,12 @@ operation_begin(Gradients *self, operation *op, size_t bucket)
 
 /* Drops the scratch; returns the list of skipped rows, or NULL when `failed`. */
 static PyObject *
-operation_end(Gradients *self, operation *op, int failed)
+end(Gradients *self, operation *op, int failed)
 {
     for (size_t k = 0; k < op->bucket->count; k++) {
-        self->action[k] = ACTION_SKIP;
-        Py_CLEAR(self->held[k]);
-        Py_CLEAR(self->result[k]);
+        Py_CLEAR(self->moves[k].gradient);
+        Py_CLEAR(self->moves[k].own);
+        Py_CLEAR(self->moves[k].result);
     }
     mp_gradients_leave(self);
     if (failed) {
@@ -65,12 +57,44 @@ operation_end(Gradients *self, operation *op, int failed)
 }
 
 static int
-skip_row(operation *op, size_t row)
+skip(Gradients *self, operation *op, size_t k)
 {
-    return mp_list_append_index(op->skipped, row);
+    Py_CLEAR(self->moves[k].gradient);
+    Py_CLEAR(self->moves[k].own);
+    Py_CLEAR(self->moves[k].result);
+    return mp_list_append_index(op->skipped, op->bucket->rows[k]);
 }
 
-/* Reads a flat buffer of the bucket: `out` of pack(), `reduced` of hand_over(). */
+/* ---- reading ---------------------------------------------------------------------------------------------------- */
+
+/* The device of the bucket is that of the tensor, which may have moved.  0, or -1 with an exception. */
+static int
+use_device(Gradients *self, bucket_state *bucket, const mp_view *view)
+{
+    if (bucket->device == NULL || !mp_view_same_device(view, bucket->device_type, bucket->device_index)) {
+        mp_error err;
+        const mp_backend *backend = mp_backend_for(view->device_type);
+        if (backend == NULL) {
+            return -1;
+        }
+        mp_device *device;
+        if (backend->open(view->device_index, &device, &err) != MP_OK) {
+            mp_raise(self->state, &err);
+            return -1;
+        }
+        if (bucket->table != NULL) {
+            bucket->backend->table_free(bucket->table);
+            bucket->table = NULL;
+        }
+        bucket->backend = backend;
+        bucket->device = device;
+        bucket->device_type = view->device_type;
+        bucket->device_index = view->device_index;
+    }
+    return 0;
+}
+
+/* Reads a flat buffer of the bucket: `out` of pack(), `reduced` of give(). */
 static int
 read_buffer(Gradients *self, operation *op, PyObject *tensor, const char *what, mp_view *view)
 {
@@ -82,81 +106,96 @@ read_buffer(Gradients *self, operation *op, PyObject *tensor, const char *what, 
     if (result != MP_EXCHANGE_OK) {
         return -1;
     }
-    if (view->ndim != 1 || view->layout != MP_LAYOUT_DENSE || view->numel != op->bucket->numel) {
+    if (view->ndim != 1 || view->layout != MP_LAYOUT_DENSE || view->numel != op->bucket->numel ||
+        view->dtype == MP_DTYPE_NONE) {
         PyErr_Format(PyExc_ValueError,
-                     "%s: expected a contiguous tensor of 1 dimension and %lld elements, got %lld elements in %d "
-                     "dimensions%s",
-                     what, (long long)op->bucket->numel, (long long)view->numel, view->ndim,
-                     view->layout == MP_LAYOUT_DENSE ? "" : ", not dense");
-        return -1;
-    }
-    if (view->dtype == MP_DTYPE_NONE) {
-        PyErr_Format(PyExc_TypeError, "%s: expected float64, float32, bfloat16 or float16", what);
+                     "%s: expected a contiguous floating-point tensor of 1 dimension and %lld elements, found %lld "
+                     "elements in %d dimensions",
+                     what, (long long)op->bucket->numel, (long long)view->numel, view->ndim);
         return -1;
     }
     op->any = tensor;
-    return mp_gradients_use_device(self, view, what);
+    return use_device(self, op->bucket, view);
 }
 
 /* Where the row's elements are in a flat buffer of its bucket. */
 static char *
-part_of(const Gradients *self, const mp_view *buffer, size_t row)
+part_of(const grad_row *row, const mp_view *buffer)
 {
-    return (char *)buffer->data + self->offsets[row] * (int64_t)mp_dtype_size(buffer->dtype);
+    return (char *)buffer->data + row->offset * (int64_t)mp_dtype_size(buffer->dtype);
 }
 
-/* 1 when the parameter defines a memory order that others can be compared with, 0 when not, -1 with an exception. */
+/* What a master's memory order is.  A master that is cast keeps the order of the plan: the forward has looked.  Others may
+ * have got another one by now.  1, 0 when it has none that others can be compared with, -1 with an exception. */
 static int
-read_param(Gradients *self, size_t row, mp_view *view)
+read_order(Gradients *self, size_t index, uint64_t *layout, mp_dtype *dtype)
 {
     const char *why = NULL;
-    mp_exchange_result result = mp_exchange_layout(self->state->exchange, self->params[row], view, &why);
+    mp_view view;
+    const grad_row *row = &self->rows[index];
+    *layout = row->layout;
+    *dtype = row->dtype;
+    if (row->cast) {
+        return row->dtype != MP_DTYPE_NONE;
+    }
+    mp_exchange_result result = mp_exchange_layout(self->state->exchange, row->master, &view, &why);
     if (result == MP_EXCHANGE_ERROR) {
-        mp_error_name(self->names, row, "reading its strides");
+        mp_error_name(self->names, index, "reading its strides");
         return -1;
     }
-    if (result == MP_EXCHANGE_REFUSED) {
-        return 0;
-    }
-    if (view->numel != self->numels[row]) {
-        PyErr_Format(PyExc_ValueError, "parameter '%U': has %lld elements now: expected %lld",
-                     mp_gradients_name(self, row), (long long)view->numel, (long long)self->numels[row]);
+    if (result == MP_EXCHANGE_OK && view.numel != row->numel) {
+        PyErr_Format(PyExc_ValueError, "parameter '%U': expected %lld elements, as planned, found %lld",
+                     mp_gradients_name(self, index), (long long)row->numel, (long long)view.numel);
         return -1;
     }
-    return view->layout == MP_LAYOUT_DENSE;
+    *layout = mp_view_layout_key(&view);
+    *dtype = view.dtype;
+    return result == MP_EXCHANGE_OK && view.layout == MP_LAYOUT_DENSE;
 }
 
-/* 1 when `tensor` can be read and written flat in the parameter's memory order, 0 when not, -1 with an exception.
- * `ours`: a view that the caller made for gradients, or what an earlier hand_over() left: it has no negative bit. */
+/* 1 when `tensor` can be read and written flat in this memory order, 0 when not, -1 with an exception.  `ours`: we made it,
+ * so that it has no negative bit. */
 static int
-read_flat(Gradients *self, size_t row, PyObject *tensor, const mp_view *param, int ours, mp_view *view,
+read_flat(Gradients *self, const operation *op, size_t index, PyObject *tensor, uint64_t layout, int ours, mp_view *view,
           const char *what)
 {
     const char *why = NULL;
     mp_exchange_result result = ours ? mp_exchange_layout(self->state->exchange, tensor, view, &why)
                                      : mp_exchange_view(self->state->exchange, tensor, view, &why);
     if (result == MP_EXCHANGE_ERROR) {
-        mp_error_name(self->names, row, what);
+        mp_error_name(self->names, index, what);
         return -1;
     }
-    if (result == MP_EXCHANGE_REFUSED || view->dtype == MP_DTYPE_NONE || view->layout != MP_LAYOUT_DENSE ||
-        !mp_view_same_layout(view, param)) {
-        return 0;
-    }
-    if (self->backend == NULL && mp_gradients_use_device(self, view, what) < 0) {
-        return -1;
-    }
-    return mp_view_same_device(view, self->device_type, self->device_index);
+    return result == MP_EXCHANGE_OK && view->dtype != MP_DTYPE_NONE && view->layout == MP_LAYOUT_DENSE &&
+           view->numel == self->rows[index].numel && mp_view_layout_key(view) == layout &&
+           (op->bucket->device == NULL || mp_view_same_device(view, op->bucket->device_type, op->bucket->device_index));
 }
 
+/* `.grad` of a tensor, a new reference; NULL for None.  0, or -1 with an exception. */
+static int
+get_grad(Gradients *self, size_t index, PyObject *tensor, PyObject **out)
+{
+    PyObject *found = tensor != NULL ? mp_attr_get(&self->grad, tensor) : Py_NewRef(Py_None);
+    if (found == NULL) {
+        mp_error_name(self->names, index, "reading its gradient");
+        return -1;
+    }
+    if (found == Py_None) {
+        Py_CLEAR(found);
+    }
+    *out = found;
+    return 0;
+}
+
+/* ---- launching -------------------------------------------------------------------------------------------------- */
+
 static void
-add_work(Gradients *self, operation *op, const mp_row *row, int after)
+add_work(Gradients *self, operation *op, const mp_row *row)
 {
     if (row->numel == 0) {
         return;
     }
-    size_t index = after ? op->bucket->count + op->sums++ : op->count++;
-    self->work[index] = *row;
+    self->work[op->count++] = *row;
     size_t size = mp_dtype_size(row->dst_dtype);
     size += row->src != NULL ? mp_dtype_size(row->src_dtype) : 0;
     size += row->add != NULL ? mp_dtype_size(row->add_dtype) : 0;
@@ -164,43 +203,39 @@ add_work(Gradients *self, operation *op, const mp_row *row, int after)
 }
 
 static mp_status
-launch_unlocked(const Gradients *self, const operation *op, mp_table *table, double divisor, void *stream,
-                mp_error *err)
+launch_on(const bucket_state *bucket, double divisor, void *stream, mp_error *err)
 {
-    mp_status status;
-    if (self->device_type != MP_DEVICE_TYPE_HOST || op->bytes <= MP_GIL_BYTES) {
-        return self->backend->launch_on(table, divisor, stream, err);
-    }
-    Py_BEGIN_ALLOW_THREADS
-    status = self->backend->launch_on(table, divisor, stream, err);
-    Py_END_ALLOW_THREADS
-    return status;
+    return bucket->backend->launch_on(bucket->table, divisor, stream, err);
 }
 
-/* Runs the collected rows on the current stream: those before with `divisor`, then the sums with 1. */
+/* Runs the collected rows on the current stream.  The GIL is released on the host when that takes long. */
 static int
-launch(Gradients *self, operation *op, mp_table **table, double divisor)
+run(Gradients *self, operation *op, double divisor)
 {
+    bucket_state *bucket = op->bucket;
     mp_error err;
     mp_status status = MP_OK;
     void *stream = NULL;
-    if (op->count == 0 && op->sums == 0) {
+    if (op->count == 0) {
         return 0;
     }
-    if (mp_exchange_current_stream(self->state->exchange, op->any, self->device_type, self->device_index,
-                                   &stream) < 0) {
+    if (mp_exchange_current_stream(self->state->exchange, op->any, bucket->device_type, bucket->device_index, &stream) <
+        0) {
         return -1;
     }
-    if (*table == NULL) {
-        status = self->backend->table_new(self->device, table, &err);
+    if (bucket->table == NULL) {
+        status = bucket->backend->table_new(bucket->device, &bucket->table, &err);
     }
-    if (status == MP_OK && op->count > 0) {
-        status = self->backend->table_set(*table, self->work, op->count, &err);
-        status = status == MP_OK ? launch_unlocked(self, op, *table, divisor, stream, &err) : status;
+    if (status == MP_OK) {
+        status = bucket->backend->table_set(bucket->table, self->work, op->count, &err);
     }
-    if (status == MP_OK && op->sums > 0) {
-        status = self->backend->table_set(*table, self->work + op->bucket->count, op->sums, &err);
-        status = status == MP_OK ? launch_unlocked(self, op, *table, 1.0, stream, &err) : status;
+    if (status == MP_OK && (bucket->device_type != MP_DEVICE_TYPE_HOST || op->bytes <= MP_GIL_BYTES)) {
+        status = launch_on(bucket, divisor, stream, &err);
+    }
+    else if (status == MP_OK) {
+        Py_BEGIN_ALLOW_THREADS
+        status = launch_on(bucket, divisor, stream, &err);
+        Py_END_ALLOW_THREADS
     }
     if (status != MP_OK) {
         mp_raise(self->state, &err);
@@ -209,91 +244,33 @@ launch(Gradients *self, operation *op, mp_table **table, double divisor)
     return 0;
 }
 
-/* Remembers what the row's `.grad` is now; `synced`: it is equal on all ranks. */
-static void
-remember_left(Gradients *self, size_t row, PyObject *value, int64_t version, int synced)
-{
-    Py_XSETREF(self->left[row], Py_XNewRef(value));
-    self->left_version[row] = version;
-    self->left_own[row] = !synced;
-    if (synced) {
-        Py_CLEAR(self->base[row]);
-    }
-}
-
-/* The version counter of what the row is given.  Views of one buffer share theirs, so that it is read once for all. */
-static int
-version_of_result(Gradients *self, size_t row, size_t k, int64_t *of_views, int64_t *out)
-{
-    PyObject *value = self->result[k];
-    if (value == self->stash[row] || value == self->held[k]) {
-        return mp_gradients_version(self, row, value, out);
-    }
-    if (*of_views == MP_WRITTEN && mp_gradients_version(self, row, value, of_views) < 0) {
-        return -1;
-    }
-    *out = *of_views;
-    return 0;
-}
-
-/* `.grad` becomes `value` (NULL: None), and the stash is let go. */
-static int
-give(Gradients *self, size_t row, PyObject *value)
-{
-    if (mp_gradients_set(self, row, value) < 0) {
-        return -1;
-    }
-    int kept = self->stash[row] != NULL && value == self->stash[row];
-    if (self->phase[row] != PHASE_IDLE) { /* outside a backward there is nothing that abort() could undo */
-        self->phase[row] = kept ? PHASE_KEPT : PHASE_FRESH;
-    }
-    Py_CLEAR(self->stash[row]);
-    return 0;
-}
-
-/* Gives the row its new gradient, and remembers it where it is not the one that was set aside. */
-static int
-finish_row(Gradients *self, size_t row, size_t k, int64_t *of_views)
-{
-    enum action action = (enum action)self->action[k];
-    PyObject *value = action == ACTION_BACK ? self->stash[row] : self->result[k];
-    int64_t version = 0;
-    if (action != ACTION_BACK && version_of_result(self, row, k, of_views, &version) < 0) {
-        return -1;
-    }
-    if (give(self, row, value) < 0) {
-        return -1;
-    }
-    if (action != ACTION_BACK) {
-        remember_left(self, row, value, version, action == ACTION_SYNCED);
-    }
-    return 0;
-}
-
-/* Changes `.grad` of every row as decided; goes on past errors and raises the first. */
+/* Changes `.grad` of leaves that were read, and of masters that get a result; goes on past errors, raises the first. */
 static int
 finish(Gradients *self, operation *op)
 {
     PyObject *error = NULL;
-    int64_t of_views = MP_WRITTEN; /* not read yet */
     for (size_t k = 0; k < op->bucket->count; k++) {
-        size_t row = op->bucket->rows[k];
-        int result = 0;
-        switch (self->action[k]) {
-        case ACTION_SKIP:
-        case ACTION_LEAVE:
-            break;
-        case ACTION_PACKED:
-            result = self->held[k] != NULL ? mp_gradients_set(self, row, NULL) : 0;
-            break;
-        default:
-            result = finish_row(self, row, k, &of_views);
+        size_t index = op->bucket->rows[k];
+        move *one = &self->moves[k];
+        if (one->gradient != NULL && mp_attr_set(&self->grad, self->rows[index].leaf, Py_None) < 0) {
+            mp_error_name(self->names, index, "taking its leaf's gradient");
+            mp_error_collect(&error);
         }
-        if (result < 0) {
+        if (one->result != NULL && mp_attr_set(&self->grad, self->rows[index].master, one->result) < 0) {
+            mp_error_name(self->names, index, "setting its gradient");
             mp_error_collect(&error);
         }
     }
     return mp_error_finish(error);
+}
+
+static inline void
+prefetch(const Gradients *self, const bucket_state *bucket, size_t k)
+{
+    if (k + AHEAD < bucket->count) {
+        const grad_row *row = &self->rows[bucket->rows[k + AHEAD]];
+        mp_prefetch_tensor(row->master, row->hint);
+    }
 }
 
 /* ---- packing ---------------------------------------------------------------------------------------------------- */
@@ -301,335 +278,229 @@ finish(Gradients *self, operation *op)
 static int
 pack_row(Gradients *self, operation *op, size_t k, const mp_view *out)
 {
-    size_t row = op->bucket->rows[k];
-    mp_view param, grad, stash;
+    size_t index = op->bucket->rows[k];
+    grad_row *row = &self->rows[index];
+    move *one = &self->moves[k];
+    mp_view gradient, own;
+    uint64_t layout;
+    mp_dtype dtype;
     int flat = 1;
-    PyObject *aside = mp_gradients_reduces_stash(self, row) ? self->stash[row] : NULL;
-    if (self->base[row] != NULL) {
-        return skip_row(op, row);
+    if (row->special) {
+        return skip(self, op, k);
     }
-    if (mp_gradients_get(self, row, &self->held[k]) < 0) {
+    if (get_grad(self, index, row->leaf, &one->gradient) < 0 || get_grad(self, index, row->master, &one->own) < 0) {
         return -1;
     }
-    if (self->held[k] != NULL || aside != NULL) {
-        flat = read_param(self, row, &param);
+    if (one->gradient != NULL || one->own != NULL) {
+        flat = read_order(self, index, &layout, &dtype);
     }
-    else if (self->fired[row]) {
-        self->fired[row] = FIRED_EMPTY;
+    if (flat == 1 && one->gradient != NULL) {
+        flat = read_flat(self, op, index, one->gradient, layout, 0, &gradient, "reading its leaf's gradient");
     }
-    if (flat == 1 && self->held[k] != NULL) {
-        flat = read_flat(self, row, self->held[k], &param, 0, &grad, "reading its gradient");
-    }
-    if (flat == 1 && aside != NULL) {
-        flat = read_flat(self, row, aside, &param, self->known[row], &stash, "reading the gradient set aside");
+    if (flat == 1 && one->own != NULL) {
+        flat = read_flat(self, op, index, one->own, layout, 0, &own, "reading its gradient");
     }
     if (flat <= 0) {
-        return flat < 0 ? -1 : skip_row(op, row);
+        return flat < 0 ? -1 : skip(self, op, k);
     }
     mp_row work = {
-        .src = self->held[k] != NULL ? grad.data : NULL,
-        .add = aside != NULL ? stash.data : NULL,
-        .dst = part_of(self, out, row),
-        .numel = self->numels[row],
-        .src_dtype = self->held[k] != NULL ? grad.dtype : out->dtype,
-        .add_dtype = aside != NULL ? stash.dtype : MP_F32,
+        .src = one->gradient != NULL ? gradient.data : NULL,
+        .add = one->own != NULL ? own.data : NULL,
+        .dst = part_of(row, out),
+        .numel = row->numel,
+        .src_dtype = one->gradient != NULL ? gradient.dtype : out->dtype,
+        .add_dtype = one->own != NULL ? own.dtype : out->dtype,
         .dst_dtype = out->dtype,
     };
-    add_work(self, op, &work, 0);
-    self->action[k] = ACTION_PACKED;
+    if (one->gradient != NULL || one->own != NULL) {
+        row->brings = 1;
+    }
+    else if (row->fired) {
+        row->fired = FIRED_EMPTY;
+    }
+    add_work(self, op, &work);
     return 0;
 }
-
-static int
-pack(Gradients *self, operation *op, PyObject *out, double divisor)
-{
-    mp_view view;
-    if (read_buffer(self, op, out, "out", &view) < 0) {
-        return -1;
-    }
-    for (size_t k = 0; k < op->bucket->count; k++) {
-        if (k + MP_GRADIENTS_AHEAD < op->bucket->count) {
-            mp_gradients_prefetch(self, op->bucket->rows[k + MP_GRADIENTS_AHEAD]);
-        }
-        if (pack_row(self, op, k, &view) < 0) {
-            return -1;
-        }
-    }
-    if (launch(self, op, &op->bucket->pack_table, divisor) < 0) {
-        return -1;
-    }
-    return finish(self, op);
-}
-
-/* ---- handing over ----------------------------------------------------------------------------------------------- */
-
-/* What hand_over() is given, read. */
-typedef struct handover {
-    mp_view reduced;
-    PyObject *views; /* borrowed tuple, or NULL */
-    double divisor;
-    const uint8_t *used; /* one byte a row, or NULL: all are */
-} handover;
-
-/* The tensor that the gradient of position k goes to: the stash, else views[k] (borrowed). */
-static PyObject *
-destination(Gradients *self, size_t row, size_t k, PyObject *views)
-{
-    if (self->stash[row] != NULL) {
-        return self->stash[row];
-    }
-    return views != NULL ? PyTuple_GET_ITEM(views, (Py_ssize_t)k) : NULL;
-}
-
-/* Whether writing dst while reading `reduced` would disturb other rows, or this one's sum. */
-static int
-check_overlap(Gradients *self, size_t row, const mp_view *dst, const mp_view *reduced, int in_place)
-{
-    uintptr_t a = (uintptr_t)dst->data, b = (uintptr_t)reduced->data;
-    uintptr_t a_end = a + (uintptr_t)dst->numel * mp_dtype_size(dst->dtype);
-    uintptr_t b_end = b + (uintptr_t)reduced->numel * mp_dtype_size(reduced->dtype);
-    if (dst->numel == 0 || a >= b_end || b >= a_end || in_place) {
-        return 0;
-    }
-    PyErr_Format(PyExc_ValueError,
-                 "parameter '%U': its gradient overlaps the reduced buffer without being exactly its part of it",
-                 mp_gradients_name(self, row));
-    return -1;
-}
-
-/* Rows for a gradient that goes to `dst`.  (part + dst) / divisor is not what a sum needs, so that with a divisor the
- * part is divided in place first and added in a second launch: the price of a rare case. */
-static void
-give_work(Gradients *self, operation *op, size_t row, const handover *give, const mp_view *dst, int sum, int in_place)
-{
-    char *part = part_of(self, &give->reduced, row);
-    mp_row work = {
-        .src = part,
-        .add = NULL,
-        .dst = dst->data,
-        .numel = self->numels[row],
-        .src_dtype = give->reduced.dtype,
-        .add_dtype = MP_F32,
-        .dst_dtype = dst->dtype,
-    };
-    if (!sum) {
-        if (!in_place || give->divisor != 1.0) {
-            add_work(self, op, &work, 0);
-        }
-        return;
-    }
-    mp_row total = work;
-    total.add = dst->data;
-    total.add_dtype = dst->dtype;
-    if (give->divisor != 1.0) {
-        work.dst = part;
-        work.dst_dtype = give->reduced.dtype;
-        add_work(self, op, &work, 0);
-    }
-    add_work(self, op, &total, give->divisor != 1.0);
-}
-
-/* Asks for the parameter and the view of position k.  Where a view lies is asked once, as long as it is the same. */
-static void
-prefetch_give(Gradients *self, const operation *op, size_t k, PyObject *views)
-{
-    if (k >= op->bucket->count) {
-        return;
-    }
-    size_t row = op->bucket->rows[k];
-    mp_gradients_prefetch(self, row);
-    if (views == NULL) {
-        return;
-    }
-    PyObject *view = PyTuple_GET_ITEM(views, (Py_ssize_t)k);
-    if (view != self->views[row]) {
-        self->views[row] = view;
-        Py_INCREF(view); /* a subclass may run anything */
-        self->view_hints[row] = mp_hint_of(view);
-        Py_DECREF(view);
-    }
-    mp_prefetch_tensor(view, self->view_hints[row]);
-}
-
-static int
-give_row(Gradients *self, operation *op, size_t k, const handover *give)
-{
-    size_t row = op->bucket->rows[k];
-    mp_view param, view;
-    if (give->used != NULL && !give->used[row]) {
-        self->action[k] = self->phase[row] == PHASE_ASIDE ? ACTION_BACK : ACTION_LEAVE;
-        return 0;
-    }
-    if (self->base[row] != NULL) {
-        return skip_row(op, row);
-    }
-    PyObject *target = destination(self, row, k, give->views);
-    if (target == NULL) {
-        PyErr_Format(PyExc_ValueError, "parameter '%U': no gradient was set aside and no view is given to put it into",
-                     mp_gradients_name(self, row));
-        return -1;
-    }
-    int flat = read_param(self, row, &param);
-    if (flat == 1) {
-        int ours = self->stash[row] == NULL || self->known[row];
-        flat = read_flat(self, row, target, &param, ours, &view, "reading where its gradient goes");
-    }
-    if (flat <= 0) {
-        return flat < 0 ? -1 : skip_row(op, row);
-    }
-    int sum = self->stash[row] != NULL && !mp_gradients_reduces_stash(self, row);
-    int in_place = !sum && (char *)view.data == part_of(self, &give->reduced, row) && view.dtype == give->reduced.dtype;
-    if (check_overlap(self, row, &view, &give->reduced, in_place) < 0) {
-        return -1;
-    }
-    give_work(self, op, row, give, &view, sum, in_place);
-    self->result[k] = Py_NewRef(target);
-    self->action[k] = ACTION_SYNCED;
-    return 0;
-}
-
-static int
-hand_over(Gradients *self, operation *op, PyObject *reduced, handover *give)
-{
-    if (read_buffer(self, op, reduced, "reduced", &give->reduced) < 0) {
-        return -1;
-    }
-    for (size_t k = 0; k < op->bucket->count; k++) {
-        prefetch_give(self, op, k + MP_GRADIENTS_AHEAD, give->views);
-        if (give_row(self, op, k, give) < 0) {
-            return -1;
-        }
-    }
-    if (launch(self, op, &op->bucket->give_table, give->divisor) < 0) {
-        return -1;
-    }
-    return finish(self, op);
-}
-
-/* ---- accumulating ----------------------------------------------------------------------------------------------- */
-
-static int
-keep_row(Gradients *self, operation *op, size_t k, const mp_view *param)
-{
-    size_t row = op->bucket->rows[k];
-    mp_view grad;
-    const char *why = NULL;
-    if (mp_exchange_view(self->state->exchange, self->held[k], &grad, &why) != MP_EXCHANGE_OK ||
-        grad.dtype != param->dtype) {
-        PyErr_Clear();
-        return skip_row(op, row);
-    }
-    self->result[k] = Py_NewRef(self->held[k]);
-    self->action[k] = ACTION_LOCAL;
-    return 0;
-}
-
-static int
-accumulate_row(Gradients *self, operation *op, size_t k, PyObject *views)
-{
-    size_t row = op->bucket->rows[k];
-    mp_view param, grad, dst;
-    if (self->phase[row] != PHASE_ASIDE) {
-        self->action[k] = ACTION_LEAVE; /* done before in this backward, or never begun */
-        return 0;
-    }
-    if (mp_gradients_get(self, row, &self->held[k]) < 0) {
-        return -1;
-    }
-    if (self->held[k] == NULL) {
-        self->action[k] = ACTION_BACK;
-        return 0;
-    }
-    int flat = read_param(self, row, &param);
-    PyObject *target = destination(self, row, k, views);
-    if (flat == 1 && target == NULL) {
-        return keep_row(self, op, k, &param);
-    }
-    if (flat == 1) {
-        flat = read_flat(self, row, self->held[k], &param, 0, &grad, "reading its gradient");
-    }
-    if (flat == 1) {
-        int ours = self->stash[row] == NULL || self->known[row];
-        flat = read_flat(self, row, target, &param, ours, &dst, "reading where its gradient goes");
-    }
-    if (flat <= 0) {
-        return flat < 0 ? -1 : skip_row(op, row);
-    }
-    int sum = self->stash[row] != NULL;
-    mp_row work = {
-        .src = grad.data,
-        .add = sum ? dst.data : NULL,
-        .dst = dst.data,
-        .numel = self->numels[row],
-        .src_dtype = grad.dtype,
-        .add_dtype = sum ? dst.dtype : MP_F32,
-        .dst_dtype = dst.dtype,
-    };
-    if (sum || grad.data != dst.data || grad.dtype != dst.dtype) {
-        add_work(self, op, &work, 0);
-    }
-    op->any = self->held[k];
-    self->result[k] = Py_NewRef(target);
-    self->action[k] = ACTION_LOCAL;
-    return 0;
-}
-
-static int
-accumulate(Gradients *self, operation *op, PyObject *views)
-{
-    for (size_t k = 0; k < op->bucket->count; k++) {
-        if (accumulate_row(self, op, k, views) < 0) {
-            return -1;
-        }
-    }
-    if (launch(self, op, &op->bucket->give_table, 1.0) < 0) {
-        return -1;
-    }
-    return finish(self, op);
-}
-
-/* ---- what gradients.h promises ---------------------------------------------------------------------------------- */
 
 PyObject *
 mp_gradients_pack(Gradients *self, size_t bucket, PyObject *out, double divisor)
 {
     operation op;
-    if (operation_begin(self, &op, bucket) < 0) {
+    mp_view view;
+    if (begin(self, &op, bucket) < 0) {
         return NULL;
     }
-    return operation_end(self, &op, pack(self, &op, out, divisor) < 0);
+    op.bucket->launched = 1;
+    int failed = read_buffer(self, &op, out, "out", &view) < 0;
+    for (size_t k = 0; !failed && k < op.bucket->count; k++) {
+        prefetch(self, op.bucket, k);
+        failed = pack_row(self, &op, k, &view) < 0;
+    }
+    failed = failed || run(self, &op, divisor) < 0 || finish(self, &op) < 0;
+    return end(self, &op, failed);
+}
+
+/* ---- giving ----------------------------------------------------------------------------------------------------- */
+
+/* Decides where the row's gradient goes: into what the master has, where `keeps`, or into the row's view.  Fills *to.
+ * 1, 0 when it is left to the caller, -1 with an exception. */
+static int
+choose_target(Gradients *self, operation *op, size_t k, int keeps, PyObject *views, mp_view *to)
+{
+    size_t index = op->bucket->rows[k];
+    move *one = &self->moves[k];
+    uint64_t layout;
+    mp_dtype dtype;
+    int flat = read_order(self, index, &layout, &dtype);
+    if (flat <= 0) {
+        return flat;
+    }
+    PyObject *target = one->own;
+    int ours = one->own == NULL || !keeps;
+    if (ours) {
+        if (views == NULL) {
+            return 0;
+        }
+        target = PyTuple_GET_ITEM(views, (Py_ssize_t)k);
+        one->result = Py_NewRef(target);
+    }
+    flat = read_flat(self, op, index, target, layout, ours, to, "reading where its gradient goes");
+    return flat <= 0 ? flat : to->dtype == dtype;
+}
+
+/* Whether the caller wants the row left as it is.  -1 with an exception. */
+static int
+is_left(Gradients *self, size_t index, const uint8_t *used)
+{
+    if (used != NULL && !used[index]) {
+        return 1;
+    }
+    PyObject *asked = mp_attr_get(&self->requires_grad, self->rows[index].master);
+    Py_XDECREF(asked);
+    if (asked == NULL) {
+        mp_error_name(self->names, index, "asking whether it requires grad");
+        return -1;
+    }
+    return asked == Py_False;
+}
+
+static int
+give_row(Gradients *self, operation *op, size_t k, const mp_view *reduced, PyObject *views, double divisor,
+         const uint8_t *used)
+{
+    size_t index = op->bucket->rows[k];
+    const grad_row *row = &self->rows[index];
+    mp_view to;
+    int left = is_left(self, index, used);
+    if (left != 0) {
+        return left < 0 ? -1 : 0;
+    }
+    if (get_grad(self, index, row->master, &self->moves[k].own) < 0) {
+        return -1;
+    }
+    int chosen = choose_target(self, op, k, row->cast || row->had, views, &to);
+    if (chosen <= 0) {
+        return chosen < 0 ? -1 : skip(self, op, k);
+    }
+    const char *from = part_of(row, reduced);
+    if (from != to.data || reduced->dtype != to.dtype || divisor != 1) {
+        mp_row work = {.src = from,
+                       .dst = to.data,
+                       .numel = row->numel,
+                       .src_dtype = reduced->dtype,
+                       .add_dtype = to.dtype,
+                       .dst_dtype = to.dtype};
+        add_work(self, op, &work);
+    }
+    return 0;
+}
+
+static int
+check_views(const operation *op, PyObject *views)
+{
+    if (views != NULL && (size_t)PyTuple_GET_SIZE(views) != op->bucket->count) {
+        PyErr_Format(PyExc_ValueError, "views: expected %zu, one per row of the bucket, found %zd", op->bucket->count,
+                     PyTuple_GET_SIZE(views));
+        return -1;
+    }
+    return 0;
 }
 
 PyObject *
-mp_gradients_hand_over(Gradients *self, size_t bucket, PyObject *reduced, PyObject *views, double divisor,
+mp_gradients_give(Gradients *self, size_t bucket, PyObject *reduced, PyObject *views, double divisor,
                        const uint8_t *used)
 {
     operation op;
-    handover give = {.views = views, .divisor = divisor, .used = used};
-    if (operation_begin(self, &op, bucket) < 0) {
+    mp_view view;
+    if (begin(self, &op, bucket) < 0) {
         return NULL;
     }
-    return operation_end(self, &op, hand_over(self, &op, reduced, &give) < 0);
+    int failed = check_views(&op, views) < 0 || read_buffer(self, &op, reduced, "reduced", &view) < 0;
+    for (size_t k = 0; !failed && k < op.bucket->count; k++) {
+        prefetch(self, op.bucket, k);
+        failed = give_row(self, &op, k, &view, views, divisor, used) < 0;
+    }
+    failed = failed || run(self, &op, divisor) < 0 || finish(self, &op) < 0;
+    return end(self, &op, failed);
+}
+
+/* ---- accumulating ----------------------------------------------------------------------------------------------- */
+
+static int
+accumulate_row(Gradients *self, operation *op, size_t k, PyObject *views)
+{
+    size_t index = op->bucket->rows[k];
+    const grad_row *row = &self->rows[index];
+    move *one = &self->moves[k];
+    mp_view gradient, to;
+    uint64_t layout;
+    mp_dtype dtype;
+    if (row->special) {
+        return skip(self, op, k);
+    }
+    if (get_grad(self, index, row->leaf, &one->gradient) < 0) {
+        return -1;
+    }
+    if (one->gradient == NULL) {
+        return 0;
+    }
+    if (get_grad(self, index, row->master, &one->own) < 0) {
+        return -1;
+    }
+    int flat = read_order(self, index, &layout, &dtype);
+    if (flat == 1) {
+        flat = read_flat(self, op, index, one->gradient, layout, 0, &gradient, "reading its leaf's gradient");
+    }
+    if (flat == 1) {
+        op->any = one->gradient;
+        flat = use_device(self, op->bucket, &gradient) < 0 ? -1 : choose_target(self, op, k, 1, views, &to);
+    }
+    if (flat <= 0) {
+        return flat < 0 ? -1 : skip(self, op, k);
+    }
+    mp_row work = {.src = gradient.data,
+                   .add = one->own != NULL ? to.data : NULL,
+                   .dst = to.data,
+                   .numel = row->numel,
+                   .src_dtype = gradient.dtype,
+                   .add_dtype = to.dtype,
+                   .dst_dtype = to.dtype};
+    add_work(self, op, &work);
+    return 0;
 }
 
 PyObject *
 mp_gradients_accumulate(Gradients *self, size_t bucket, PyObject *views)
 {
     operation op;
-    if (operation_begin(self, &op, bucket) < 0) {
+    if (begin(self, &op, bucket) < 0) {
         return NULL;
     }
-    return operation_end(self, &op, accumulate(self, &op, views) < 0);
-}
-
-/* What finish_row() does, for a row whose gradient the caller has made. */
-int
-mp_gradients_settle(Gradients *self, size_t row, PyObject *grad, int synced)
-{
-    int64_t version = 0;
-    if ((grad != NULL && mp_gradients_version(self, row, grad, &version) < 0) || give(self, row, grad) < 0) {
-        return -1;
+    int failed = check_views(&op, views) < 0;
+    for (size_t k = 0; !failed && k < op.bucket->count; k++) {
+        prefetch(self, op.bucket, k);
+        failed = accumulate_row(self, &op, k, views) < 0;
     }
-    remember_left(self, row, grad, version, synced);
-    return 0;
+    failed = failed || run(self, &op, 1.0) < 0 || finish(self, &op) < 0;
+    return end(self, &op, failed);
 }

@@ -2,6 +2,8 @@
 #include "python/module.h"
 
 #include "python/functions.h"
+#include "python/gradients.h"
+#include "python/leaves.h"
 
 mp_state *
 mp_state_of_module(PyObject *module)
@@ -104,8 +106,12 @@ module_exec(PyObject *module)
     state->str_data = PyUnicode_InternFromString("data");
     state->str_grad = PyUnicode_InternFromString("grad");
     state->str_version = PyUnicode_InternFromString("_version");
+    state->str_requires_grad = PyUnicode_InternFromString("requires_grad");
+    state->str_backward_hooks = PyUnicode_InternFromString("_backward_hooks");
+    state->str_post_hooks = PyUnicode_InternFromString("_post_accumulate_grad_hooks");
     state->exchange = mp_exchange_new();
     if (state->str_data == NULL || state->str_grad == NULL || state->str_version == NULL ||
+        state->str_requires_grad == NULL || state->str_backward_hooks == NULL || state->str_post_hooks == NULL ||
         state->exchange == NULL) {
         return -1;
     }
@@ -119,7 +125,7 @@ module_exec(PyObject *module)
         mp_engine_init(module, state) < 0 || mp_wait_hook_init(module, state) < 0) {
         return -1;
     }
-    return mp_gradients_init(module, state) < 0 ? -1 : mp_fire_hook_init(module, state);
+    return mp_leaves_init(module, state) < 0 ? -1 : mp_gradients_init(module, state);
 }
 
 static int
@@ -131,8 +137,7 @@ module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->table_type);
     Py_VISIT(state->engine_type);
     Py_VISIT(state->wait_hook_type);
-    Py_VISIT(state->gradients_type);
-    Py_VISIT(state->fire_hook_type);
+    Py_VISIT(state->gradient_hook_type);
     Py_VISIT(state->device_error);
     return state->exchange != NULL ? mp_exchange_traverse(state->exchange, visit, arg) : 0;
 }
@@ -147,12 +152,14 @@ module_clear(PyObject *module)
     Py_CLEAR(state->table_type);
     Py_CLEAR(state->engine_type);
     Py_CLEAR(state->wait_hook_type);
-    Py_CLEAR(state->gradients_type);
-    Py_CLEAR(state->fire_hook_type);
     Py_CLEAR(state->device_error);
     Py_CLEAR(state->str_data);
     Py_CLEAR(state->str_grad);
     Py_CLEAR(state->str_version);
+    Py_CLEAR(state->str_requires_grad);
+    Py_CLEAR(state->str_backward_hooks);
+    Py_CLEAR(state->str_post_hooks);
+    Py_CLEAR(state->gradient_hook_type);
     if (state->exchange != NULL) {
         mp_exchange_clear(state->exchange);
     }

@@ -14,12 +14,14 @@ typedef struct mp_state {
     PyTypeObject *table_type;      /* EventTable */
     PyTypeObject *engine_type;     /* Engine */
     PyTypeObject *wait_hook_type;  /* what Engine.wait_hook returns */
-    PyTypeObject *gradients_type;  /* Gradients */
-    PyTypeObject *fire_hook_type;  /* what Gradients.hook returns */
+    PyTypeObject *gradient_hook_type; /* what Gradients.hook returns */
     PyObject *device_error;        /* DeviceError */
     PyObject *str_data;            /* interned "data" */
     PyObject *str_grad;            /* interned "grad" */
     PyObject *str_version;         /* interned "_version" */
+    PyObject *str_requires_grad;   /* interned "requires_grad" */
+    PyObject *str_backward_hooks;  /* interned "_backward_hooks" */
+    PyObject *str_post_hooks;      /* interned "_post_accumulate_grad_hooks" */
     mp_exchange *exchange;
 } mp_state;
 
@@ -32,8 +34,6 @@ int mp_event_init(PyObject *module, mp_state *state);       /* event.c: Event */
 int mp_event_queue_init(PyObject *module, mp_state *state); /* event_queue.c: EventDeque, EventTable */
 int mp_engine_init(PyObject *module, mp_state *state);      /* engine.c: Engine */
 int mp_wait_hook_init(PyObject *module, mp_state *state);   /* wait_hook.c: what Engine.wait_hook returns */
-int mp_gradients_init(PyObject *module, mp_state *state);   /* gradients.c: Gradients */
-int mp_fire_hook_init(PyObject *module, mp_state *state);   /* fire_hook.c: what Gradients.hook returns */
 
 /* Makes a type and adds it to the module under its own name.  A new reference, or NULL with an exception. */
 PyTypeObject *mp_type_add(PyObject *module, PyType_Spec *spec);

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .low import Region
+from .leaves import Region
 from .options import FLOATING, Options
 from .parameters import Managed
 from .tensors import cast_tensors
@@ -47,7 +47,7 @@ class _Member:
         return self.border == self.name
 
 
-class Borders:
+class FullPrecisionModules:
     """The full-precision modules of one wrapped module; none when the option is not used.
 
     Args:
@@ -110,7 +110,7 @@ class Borders:
         inside = {id(member.module._parameters): member for member in self._inside.values()}
         outside = {id(member.module._parameters): member for member in self._outside.values()}
         for row in rows:
-            homes = [id(home) for home, _ in row.sites]
+            homes = [id(site.parameters) for site in row.sites]
             full = next((inside[home] for home in homes if home in inside), None)
             low = next((outside[home] for home in homes if home in outside), None)
             row.full = full is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 import weakref
 from collections import defaultdict, deque
 from typing import Any
@@ -16,8 +17,6 @@ import torch.distributed.nn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as upstream
-
-from .standin import LoggerStandIn
 
 # Attributes that PyTorch's mixed precision leaves on a parameter and on the wrapper.
 _PARAM_ATTRIBUTES = ("_mp_param", "_fp_param", "_ddp_mp_hook_state", "_idx")
@@ -193,3 +192,29 @@ class Overrides:
     @property
     def names(self) -> list[str]:
         return list(self._names)
+
+
+class LoggerStandIn:
+    """The calls that ``DistributedDataParallel`` makes to its logger, over what PyTorch's logger last said."""
+
+    def __init__(self, strs_map: dict[str, str], ints_map: dict[str, int]) -> None:
+        self._strs, self._ints = dict(strs_map), dict(ints_map)
+
+    def set_runtime_stats_and_log(self) -> None:
+        """Nothing is sampled."""
+
+    def set_error_and_log(self, message: str) -> None:
+        self._strs["error"] = message
+        self._ints["has_error"] = 1
+
+    def _set_comm_hook_name(self, name: str) -> None:
+        self._strs["comm_hook"] = name
+
+    def _set_static_graph(self) -> None:
+        self._ints["static_graph"] = 1
+
+    def _set_uneven_input_join(self) -> None:
+        self._ints["join_uneven_inputs"] = 1
+
+    def _get_ddp_logging_data(self) -> Any:
+        return types.SimpleNamespace(strs_map=dict(self._strs), ints_map=dict(self._ints))

@@ -1,7 +1,8 @@
-"""Forward passes that a backward may still come for."""
+"""Where training stands: forwards that a backward may still come for."""
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -10,44 +11,43 @@ from typing import Any
 
 import torch
 
-from .low import Copies
+from .hooks import leave_alone
+from .leaves import Generation
 
 
 class Pass:
-    """One forward of the root module that was computed with gradients.
+    """One forward of the wrapped module that was computed with gradients.
 
     Attributes:
-        copies: the low-precision copies that its graph was computed with; None when nothing is cast.
-        epoch: the epoch of ``LowPrecision`` that its gradient accumulators belong to.
-        mixed: whether what was computed from its graph has gradient accumulators of a later epoch.
+        generation: the leaves that its graph was computed with; None when nothing was cast.
         sync: whether its backward is to be reduced; set at the end of the wrapper's forward, used up by one backward.
         done: whether a backward has gone through it.
         kept: whether that backward kept the graph (``retain_graph``), so that another may come.
-        abandoned: the model is not patched any more: a backward would leave low-precision gradients.
+        abandoned: the model is not patched any more, so that its backward would not be reduced.
         thread: the thread that ran it.
     """
 
-    __slots__ = ("_anchor", "abandoned", "copies", "done", "epoch", "kept", "mixed", "sync", "thread")
+    __slots__ = ("_hook", "abandoned", "done", "generation", "kept", "sync", "thread")
 
-    def __init__(self, copies: Copies | None, epoch: int) -> None:
-        self.copies, self.epoch = copies, epoch
-        self.sync = False
-        self.done = self.kept = False
-        self.abandoned = self.mixed = False
+    def __init__(self, generation: Generation | None) -> None:
+        self.generation = generation
+        self.sync = self.done = self.kept = self.abandoned = False
         self.thread = get_ident()
-        self._anchor: weakref.ref[OutputHook] | None = None
+        self._hook: weakref.ref[OutputHook] | None = None
+        if generation is not None:
+            generation.passes.append(self)
 
     @property
     def pending(self) -> bool:
         """Whether a backward may still come: none has, or one that kept the graph, and the graph (or an output) is alive."""
         if self.done and not self.kept:
             return False
-        return self._anchor is None or self._anchor() is not None
+        return self._hook is None or self._hook() is not None
 
     @property
-    def anchored(self) -> bool:
+    def watched(self) -> bool:
         """Whether the end of its graph can be seen."""
-        return self._anchor is not None
+        return self._hook is not None
 
     def watch(
         self,
@@ -62,14 +62,14 @@ class Pass:
         wrapper may be a temporary that is gone when its backward comes.
         """
         hook = OutputHook(self, on_backward, keep)
-        self._anchor = weakref.ref(hook, on_dead)
+        self._hook = weakref.ref(hook, on_dead)
         for tensor in outputs:
             _put(hook, tensor)
 
     def finish(self) -> None:
         """A backward went through it."""
         self.done = True
-        hook = self._anchor() if self._anchor is not None else None
+        hook = self._hook() if self._hook is not None else None
         if hook is not None and not self.kept:
             hook.keep = None
 
@@ -95,9 +95,18 @@ class OutputHook:
         self._pass, self._on_backward, self.keep = owner, on_backward, keep
 
     def __call__(self, grad: Any) -> None:
+        compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+        if compiled is not None and (compiled.in_compiled_autograd_region or compiled.compiled_autograd_enabled):
+            raise RuntimeError(
+                "ddp_mp does not work under compiled autograd, which runs a graph without what a backward needs of it: call "
+                "backward() outside of it, or set torch._dynamo.config.compiled_autograd = False"
+            )
         if self._pass.abandoned:
             raise RuntimeError(
-                "ddp_mp: the model was unpatched, or its wrapper dropped, after the forward that this backward belongs to: "
-                "gradients would be in low precision and not reduced; keep the wrapper and run the forward again"
+                "ddp_mp: the model was unpatched, or its wrapper dropped, after the forward that this backward belongs to, so "
+                "that its gradients would not be reduced; keep the wrapper and run the forward again"
             )
         self._on_backward(self._pass)
+
+
+leave_alone(OutputHook.__call__.__code__)

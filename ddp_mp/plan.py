@@ -1,0 +1,157 @@
+"""The plan: what one set of parameters of a wrapped module is trained with.
+
+A plan is built as a whole and never changed.  When the module holds other parameters than it did, the model gets a new plan;
+forwards that were computed with the old one keep it until their backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel.distributed import _MixedPrecision
+
+from .autocast import AutocastForward
+from .backward import Backward
+from .comm import Communicator
+from .full_precision import FullPrecisionModules
+from .hooks import weakly
+from .leaves import LeafPool, Region, require_shape
+from .options import Options
+from .parameters import Managed, Unwatched, managed_parameters
+from .reducer import Reducer
+from .waits import Waits
+
+# The property itself: a loop over many frozen parameters then runs in C.
+_requires_grad: Callable[[torch.Tensor], bool] = vars(torch._C.TensorBase)["requires_grad"].__get__
+
+
+class Plan:
+    """Leaves, gradients, reduction and waits for the parameters that a module has now.
+
+    Args:
+        module: the wrapped module.
+        ignored: names as ``DistributedDataParallel.parameters_to_ignore`` holds them.
+        caps: byte limits of the gradient buckets.
+
+    Raises:
+        ValueError: the options do not fit the module.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        ignored: set[str],
+        caps: Sequence[int],
+        precision: _MixedPrecision,
+        options: Options,
+        comm: Communicator,
+    ) -> None:
+        self.region = Region()
+        self.casts = precision.param_dtype is not None
+        self.full_modules = FullPrecisionModules(module, options, precision.param_dtype, self.region)
+        self.rows = self.full_modules.mark(managed_parameters(module, ignored))
+        for row in self.rows:
+            row.own_reduction = row.full and precision.reduce_dtype is None
+        self.trained = [row for row in self.rows if row.master.requires_grad]
+        self._frozen = [row.master for row in self.rows if not row.master.requires_grad]
+        self._row_of = {id(row.master): index for index, row in enumerate(self.trained)}
+        self.pool = LeafPool(self.rows, precision.param_dtype, options, weakly(self._hook_leaf, None))
+        self.ids = {id(row.master) for row in self.rows}
+        self.added: set[int] = set()  # ``id`` of parameters that came after the wrapper was built
+        cast = {id(row) for row in self.pool.rows}
+        self._unwatched = Unwatched([row for row in self.rows if id(row) not in cast])
+        self.is_cast = [id(row) in cast for row in self.trained]
+        self.backward = Backward(self.pool, self.region)
+        self.reducer = Reducer(
+            self.trained,
+            self.is_cast,
+            comm,
+            precision.reduce_dtype or precision.param_dtype,
+            caps,
+            weakly(self.backward.late, None),
+            weakly(self.backward.error, None),
+        )
+        self.backward.reducer = self.reducer
+        self.waits = Waits(module, self.pool, by_module=options.wait == "module")
+        self.full_modules.attach()
+        self._forwards = []
+        if options.autocast and precision.param_dtype is not None:
+            full = [AutocastForward(member.module, None, self.region) for member in self.full_modules.outermost]
+            self._forwards = [AutocastForward(module, precision.param_dtype, self.region), *full]
+
+    def retire(self) -> None:
+        """Another plan takes over.  Hooks that hear of gradients stay for forwards that still have their backward."""
+        self.waits.detach()
+        self.full_modules.detach()
+        for forward in self._forwards:
+            forward.remove()
+        self._forwards = []
+
+    def detach(self) -> None:
+        """Nothing of the plan is left on the module or its parameters."""
+        self.retire()
+        self.reducer.detach()
+
+    @property
+    def trains(self) -> bool:
+        """Whether any parameter may get a gradient now."""
+        return any(map(_requires_grad, (row.master for row in self.trained)))
+
+    def thawed(self) -> bool:
+        """Whether a parameter that was frozen when the plan was built requires grad now."""
+        return any(map(_requires_grad, self._frozen))
+
+    def replaced(self) -> bool:
+        """Whether a module holds another object in the place of a parameter that is not cast, or one has another type."""
+        return self._unwatched.replaced()
+
+    def has_stand_ins(self) -> bool:
+        """Whether plain tensors stand in for parameters, as ``functional_call`` puts them there."""
+        present = (site.parameters.get(site.key) for row in self.rows for site in row.sites)
+        return any(isinstance(p, torch.Tensor) and not isinstance(p, nn.Parameter) for p in present)
+
+    def same_as(self, rows: Sequence[Managed], full_modules: FullPrecisionModules) -> bool:
+        """Whether a plan of these would be this one."""
+        then, now = (
+            [(id(r.master), r.full, [(id(s.parameters), s.key) for s in r.sites]) for r in each] for each in (self.rows, rows)
+        )
+        return then == now and full_modules.module_ids() == self.full_modules.module_ids()
+
+    def require_same_model(self, rows: Sequence[Managed]) -> set[int]:
+        """Raises for parameters that DistributedDataParallel cannot take: of another shape, or added and to be trained.
+
+        Returns ``id`` of parameters that were added and are not trained yet: an error once they would be.
+        """
+        added = set()
+        by_id = {id(row.master): row for row in self.rows}  # under another name, as when it is pruned or parametrised
+        by_name = {row.name: row for row in self.rows}
+        for row in rows:
+            old = by_id.get(id(row.master)) or by_name.get(row.name)
+            if old is None or id(old.master) in self.added:
+                added.add(id(row.master))
+                if row.master.requires_grad and torch.is_grad_enabled():
+                    raise RuntimeError(
+                        f"parameter {row.name!r} was added after DistributedDataParallel was built, so that its gradient "
+                        "would not be reduced; wrap the module again"
+                    )
+            if old is not None:
+                require_shape(row.name, old.master.shape, row.master.shape)
+        return added
+
+    def leaves_of(self, master: torch.Tensor) -> list[nn.Parameter]:
+        """Every leaf that stands for a master in a graph that may still have a backward."""
+        return self.pool.leaves_of(master) if id(master) in self.ids else []
+
+    def _hook_leaf(self, row: Managed, leaf: nn.Parameter) -> None:
+        """The hook that hears of a leaf's gradient.  A frozen master's leaf has it too: it may be trained later."""
+        index = self._row_of.get(id(row.master))
+        hook: Any = _drop_gradient if index is None else self.reducer.gradients.hook(index)
+        leaf.register_post_accumulate_grad_hook(hook)
+
+
+def _drop_gradient(leaf: nn.Parameter) -> None:
+    """The master was frozen when the plan was built, and is thawed inside a forward: the next forward makes a new plan."""
+    leaf.grad = None
