@@ -13,6 +13,7 @@ COMMANDS = {
     "check": "whether training gives the right numbers on this machine",
     "demo": "train a small GPT with two processes, full and mixed precision",
     "bench": "host time of the hooks, ours and PyTorch's, on this machine",
+    "run": "run a program as it is, with its models patched",
 }
 
 
