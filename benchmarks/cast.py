@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from benchmarks.harness import Report, Settings, bars, device_time, model_names, settings, synchronize
-from ddp_mp import _C, shapes
-from ddp_mp.measure import Spread, paired
+from ddp_mp import _C
+from ddp_mp.tools import shapes
+from ddp_mp.tools.measure import Spread, paired
 
 PAIRS = [(torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.bfloat16, torch.float32)]
 KIB, MIB = 2**10, 2**20

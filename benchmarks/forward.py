@@ -26,7 +26,7 @@ from benchmarks.harness import Report, one_process_group, settings, synchronize
 from benchmarks.parts import timed_parts
 from benchmarks.step import SIZES, variants
 from ddp_mp import forward
-from ddp_mp.measure import HookClock, Spread, now, paired
+from ddp_mp.tools.measure import HookClock, Spread, now, paired
 
 PARTS = ("module", "casts, switches", "hooks")
 HOOKS = [(forward.Forward, name, "hooks") for name in ("_enter", "_leave")]

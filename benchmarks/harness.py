@@ -9,8 +9,8 @@ Three rules follow, and this file exists to make them the easy way:
   pushed the parameter objects out of the cache.  The same hook in a loop of its own looks three to six times faster.
 * *Spread.*  Every figure is a median with its 10th and 90th percentile; a mean of a few rounds says nothing here.
 
-The measuring itself is in ``ddp_mp/measure.py``, so that an installed package has it; here is what belongs to a report.  The
-clock is ``time.perf_counter_ns``.  Work on a GPU is measured with events (``device_time``), never by the host's
+The measuring itself is in ``ddp_mp/tools/measure.py``, so that an installed package has it; here is what belongs to a report.
+The clock is ``time.perf_counter_ns``.  Work on a GPU is measured with events (``device_time``), never by the host's
 clock around an asynchronous launch.
 """
 
@@ -32,8 +32,8 @@ import torch
 import torch.distributed as dist
 
 import ddp_mp
-from ddp_mp import shapes
-from ddp_mp.measure import Spread, now, number
+from ddp_mp.tools import shapes
+from ddp_mp.tools.measure import Spread, now, number
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 

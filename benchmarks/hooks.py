@@ -31,8 +31,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from benchmarks.harness import Report, Settings, bars, model_names, one_process_group, settings
-from ddp_mp import shapes
-from ddp_mp.measure import KINDS, REDUCE, Spread, Variant, paired, total
+from ddp_mp.tools import shapes
+from ddp_mp.tools.measure import KINDS, REDUCE, Spread, Variant, paired, total
 
 PARAM_DTYPE = torch.bfloat16
 REDUCE_DTYPE = torch.float32

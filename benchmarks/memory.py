@@ -26,8 +26,8 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import ddp_mp
 from benchmarks.harness import Report, one_process_group, quiet, settings
-from ddp_mp import shapes
-from ddp_mp.demo import silent_device_events
+from ddp_mp.tools import shapes
+from ddp_mp.tools.upstream import silent_device_events
 
 VARIANTS = ("fp32", "bf16", "pytorch", "ddp_mp")
 PHASES = ("built", "forward", "backward", "optimizer", "peak", "copies")

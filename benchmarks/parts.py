@@ -30,8 +30,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_mp
 from benchmarks.harness import Report, model_names, one_process_group, settings
-from ddp_mp import _C, backward, buckets, comm, forward, low, reducer, shapes
-from ddp_mp.measure import HookClock, Spread, now, paired
+from ddp_mp import _C, backward, buckets, comm, forward, low, reducer
+from ddp_mp.tools import shapes
+from ddp_mp.tools.measure import HookClock, Spread, now, paired
 
 #: (part, what the twin does for it), in the order of a step; together they are all of our hooks.
 ROOT = [

@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_mp
 from benchmarks.harness import Report, Settings, one_process_group, settings
-from ddp_mp import _C, shapes
-from ddp_mp.measure import Spread, collector_paused, now
+from ddp_mp import _C
+from ddp_mp.tools import shapes
+from ddp_mp.tools.measure import Spread, collector_paused, now
 
 MIB, GIB = 2**20, 2**30
 

@@ -32,8 +32,9 @@ from torch.nn.parallel.distributed import _MixedPrecision
 import ddp_mp
 from benchmarks.harness import Report, bars, one_process_group, settings, synchronize
 from ddp_mp import _C
-from ddp_mp.demo import GPT, silent_device_events
-from ddp_mp.measure import Spread, now, paired
+from ddp_mp.tools.gpt import GPT
+from ddp_mp.tools.measure import Spread, now, paired
+from ddp_mp.tools.upstream import silent_device_events
 
 LOW = torch.bfloat16
 SIZES = {

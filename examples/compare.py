@@ -28,7 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import ddp_mp
-from ddp_mp.demo import show_table, silent_device_events
+from ddp_mp.tools.show import show_table
+from ddp_mp.tools.upstream import silent_device_events
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 Precision = tuple[torch.dtype, torch.dtype, torch.dtype | None]  # of parameters, reduction, buffers

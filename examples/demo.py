@@ -1,7 +1,7 @@
-"""The demonstration of ddp_mp/demo.py: torchrun --standalone --nproc-per-node=2 examples/demo.py"""
+"""The demonstration of ddp_mp/tools/demo.py: torchrun --standalone --nproc-per-node=2 examples/demo.py"""
 
 import sys
 
-from ddp_mp.demo import main
+from ddp_mp.tools.demo import main
 
 sys.exit(main(sys.argv[1:]))

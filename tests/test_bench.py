@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_mp import bench, demo, measure, shapes
+from ddp_mp.tools import bench, measure, shapes, show
 
 ROOT = Path(__file__).parents[1]
 
@@ -204,8 +204,8 @@ def test_bench_on_a_terminal_shows_progress() -> None:
 
 
 def test_progress_without_tqdm_goes_through_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "installed", lambda name: False)
-    assert list(demo.progress(range(3), visible=True)) == [0, 1, 2]
+    monkeypatch.setattr(show, "installed", lambda name: False)
+    assert list(show.progress(range(3), visible=True)) == [0, 1, 2]
 
 
 def test_paired_progress_goes_through_every_round() -> None:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from ddp_mp import shapes
+from ddp_mp.tools import shapes
 
 ROOT = pathlib.Path(__file__).parents[1]
 #: Result files of each benchmark, and a column that each must have filled with a spread.
@@ -82,7 +82,7 @@ def test_models_every_list_gives_the_parameters_it_promises():
 
 @pytest.mark.slow
 def test_demo_few_steps_trains_both_and_draws(tmp_path):
-    printed = run("ddp_mp.demo", "--steps", 6, "--output", tmp_path)
+    printed = run("ddp_mp", "demo", "--steps", 6, "--output", tmp_path)
     runs = json.loads((tmp_path / "losses.json").read_text())
     full, mixed = runs.values()
     assert len(full["loss"]) == len(mixed["loss"]) == 6

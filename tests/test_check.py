@@ -16,8 +16,9 @@ from ranks import Rank, on_ranks
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import ddp_mp
-from ddp_mp import _C, check
+from ddp_mp import _C
 from ddp_mp.leaves import LeafPool
+from ddp_mp.tools import check
 
 ROOT = pathlib.Path(__file__).parents[1]
 CPU = torch.device("cpu")

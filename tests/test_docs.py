@@ -30,8 +30,8 @@ from sybil.parsers import myst
 
 import ddp_mp
 from ddp_mp import __main__ as command_line
-from ddp_mp.demo import silent_device_events
 from ddp_mp.options import Options
+from ddp_mp.tools.upstream import silent_device_events
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -214,8 +214,6 @@ def constant_parts(node: ast.expr) -> str | None:
 def raised() -> Iterator[tuple[str, str]]:
     """(place, message) of every error that the Python side raises with a text of its own."""
     for path in sorted((ROOT / "ddp_mp").glob("*.py")):
-        if path.name in ("bench.py", "check.py"):  # commands, whose errors are about their arguments or their findings
-            continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not (isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args):
                 continue

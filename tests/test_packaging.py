@@ -223,8 +223,8 @@ def test_source_distribution_builds_without_torch_and_nvcc(tmp_path: Path) -> No
     build(unpacked, "bdist_wheel", "--dist-dir", str(tmp_path / "wheels"), DDP_MP_CUDA="0")
     (wheel,) = (tmp_path / "wheels").glob("ddp_mp-*.whl")
     built = unpack_wheel(wheel, tmp_path / "unpacked")
-    listed = {path.name for path in (ROOT / "ddp_mp/shapes").glob("*.json")}
-    assert {path.name for path in (tmp_path / "unpacked/ddp_mp/shapes").glob("*.json")} == listed
+    listed = {path.name for path in (ROOT / "ddp_mp/tools/shapes").glob("*.json")}
+    assert {path.name for path in (tmp_path / "unpacked/ddp_mp/tools/shapes").glob("*.json")} == listed
     program = (
         "import importlib.util, sys\n"
         f"spec = importlib.util.spec_from_file_location('ddp_mp._C', {str(built)!r})\n"

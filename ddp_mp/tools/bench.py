@@ -23,10 +23,11 @@ from torch._C._distributed_c10d import HashStore
 
 import ddp_mp
 
+from ..tensors import tensors_in
 from . import shapes
-from .demo import GPT, progress, show_table
+from .gpt import GPT
 from .measure import KINDS, Spread, Variant, paired, total
-from .tensors import tensors_in
+from .show import progress, show_table
 
 Loss = Callable[[nn.Module], torch.Tensor]
 LAYERS, WIDTH = 12, 32

@@ -22,9 +22,9 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import ddp_mp
 
-from .demo import silent_device_events
-from .model import model_of
-from .step import OutputHook
+from ..model import model_of
+from ..step import OutputHook
+from .upstream import silent_device_events
 
 now = time.perf_counter_ns
 #: Where hooks run: around the root module's forward, before other modules', and from the outputs' gradients on.

@@ -26,12 +26,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from . import _C, patching
-from ._version import __version__
-from .leaves import LeafPool, take_back
-from .options import FLOATING, MixedPrecision, Options
-from .parameters import managed_parameters
-from .stats import stats
+from .. import _C, patching
+from .._version import __version__
+from ..leaves import LeafPool, take_back
+from ..options import FLOATING, MixedPrecision, Options
+from ..parameters import managed_parameters
+from ..stats import stats
 
 SECONDS = 180  # for two processes, from their start to their end
 

@@ -2,7 +2,7 @@
 
 Started by ``make demo`` or ``python -m ddp_mp demo``, or by hand::
 
-    torchrun --standalone --nproc-per-node=2 -m ddp_mp.demo
+    torchrun --standalone --nproc-per-node=2 -m ddp_mp demo
 
 The model reads bytes, its text is the Python standard library's own source, and its input and output embeddings are one
 tensor: the case that PyTorch's own hooks cannot train.  Both runs start from the same weights and see the same batches,
@@ -13,9 +13,6 @@ matplotlib are used where they are installed.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import functools
-import importlib.util
 import json
 import math
 import os
@@ -25,8 +22,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -37,55 +33,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_mp
 
-Align = Literal["left", "right"]
+from .gpt import CONTEXT, GPT
+from .show import installed, progress, show_table
+from .upstream import silent_device_events
 
-CONTEXT = 128
 BATCH = 8
 LEARNING_RATE = 1e-3
 WARMUP_STEPS = 20
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.before_attention = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.attention_out = nn.Linear(width, width)
-        self.before_mlp = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, width = x.shape
-        parts = self.qkv(self.before_attention(x)).view(batch, length, 3, self.heads, width // self.heads)
-        q, k, v = parts.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.attention_out(mixed.transpose(1, 2).reshape(batch, length, width))
-        result: torch.Tensor = x + self.mlp(self.before_mlp(x))
-        return result
-
-
-class GPT(nn.Module):
-    """A byte-level GPT whose output layer is its embedding (unless ``tied=False``)."""
-
-    def __init__(self, width: int = 128, layers: int = 4, heads: int = 4, tied: bool = True) -> None:
-        super().__init__()
-        self.token = nn.Embedding(256, width)
-        self.position = nn.Embedding(CONTEXT, width)
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, 256, bias=False)
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
-                scale = math.sqrt(2 * layers) if name.endswith(("attention_out.weight", "mlp.2.weight")) else 1.0
-                nn.init.normal_(parameter, std=0.02 / scale)
-        if tied:
-            self.head.weight = self.token.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
-        logits: torch.Tensor = self.head(self.norm(self.blocks(x)))
-        return logits
 
 
 def read_text() -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,36 +113,6 @@ def contenders(steps: int) -> list[Contender]:
 # --- what PyTorch does by itself -----------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def silent_device_events() -> Iterator[None]:
-    """Lets PyTorch's own hooks run on a machine without an accelerator.
-
-    They create and record ``torch.Event`` and ask for the accelerator's current stream, and a CPU has neither.  Inside this
-    context both are empty objects there, and everything else is PyTorch's own code; so what real events cost is not in any
-    time that is measured, which flatters PyTorch's side.  A PyTorch built for CUDA, where there is none, cannot make a stream
-    either: there streams are the CPU's, as in a PyTorch built without CUDA.
-    """
-    if torch.accelerator.is_available():
-        yield
-        return
-
-    class Event:
-        def __init__(self, *_: object, **__: object) -> None: ...
-        def record(self, *_: object) -> None: ...
-        def wait(self, stream: object = None) -> None: ...
-
-    class Stream:
-        def wait_stream(self, _: object) -> None: ...
-
-    saved = torch.Event, torch.Stream, torch.accelerator.current_stream
-    torch.Event, torch.Stream = Event, functools.partial(torch.Stream, device="cpu")  # type: ignore
-    torch.accelerator.current_stream = lambda *_: Stream()  # type: ignore
-    try:
-        yield
-    finally:
-        torch.Event, torch.Stream, torch.accelerator.current_stream = saved  # type: ignore
-
-
 def try_native_hooks() -> None:
     """One process, one line of JSON on stdout: what the same model does on PyTorch's own hooks."""
     from torch.nn.parallel.distributed import _MixedPrecision
@@ -222,7 +146,7 @@ def try_native_hooks() -> None:
 def ask_native_hooks() -> dict[str, str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "MASTER_", "RANK", "LOCAL_"))}
     result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "ddp_mp.demo", "--native-hooks"],
+        [sys.executable, "-W", "ignore", "-m", "ddp_mp.tools.demo", "--native-hooks"],
         capture_output=True,
         text=True,
         timeout=300,
@@ -237,43 +161,6 @@ def ask_native_hooks() -> dict[str, str]:
 
 
 # --- what is shown -------------------------------------------------------------------------------------------------
-
-
-def installed(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
-
-
-def progress(steps: range, visible: bool, unit: str = "step") -> Any:
-    if visible and installed("tqdm"):
-        from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
-
-        return tqdm(steps, unit=unit, dynamic_ncols=True)
-    return steps
-
-
-def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], align: Align = "right") -> None:
-    if installed("rich"):
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(title=title)
-        for i, name in enumerate(header):
-            table.add_column(name, overflow="fold", justify="left" if i == 0 else align)
-        for row in rows:
-            table.add_row(*row)
-        console = Console()
-        Console(width=None if console.is_terminal else max(console.width, 160)).print(table)
-        return
-    lines = [header, *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    print(title)
-    for line in lines:
-        print(
-            "  ".join(
-                cell.ljust(w) if i == 0 or align == "left" else cell.rjust(w)
-                for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-            )
-        )
 
 
 def smoothed(values: Sequence[float], keep: float = 0.9) -> list[float]:
@@ -340,7 +227,7 @@ def report(runs: Sequence[Contender], steps: int, elapsed: float, output: pathli
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    parser = argparse.ArgumentParser(prog="ddp_mp demo", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m ddp_mp demo", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=480)
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("demo-output"))
     parser.add_argument("--native-hooks", action="store_true", help=argparse.SUPPRESS)
@@ -362,7 +249,7 @@ def main(arguments: Sequence[str] = ()) -> int:
             "--standalone",
             "--nproc-per-node=2",
             "-m",
-            "ddp_mp.demo",
+            "ddp_mp.tools.demo",
         ]
         return subprocess.call(
             [*launcher, "--steps", str(args.steps), "--output", str(args.output)],
