@@ -29,7 +29,7 @@ def report(index, path, where):
     ddp = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)))
     import ddp_mp
     said = {"patched": ddp_mp.is_patched(ddp), "type": str(ddp(torch.ones(1, 2)).dtype), "argv": sys.argv}
-    said |= {"main": __name__, "path": sys.path[0], "first": str(ddp.mixed_precision)}
+    said |= {"main": __name__, "path": sys.path[0], "first": str(ddp._ddp_mp.precision)}
     dist.destroy_process_group()
     with open(path, "w") as file:
         json.dump(said, file)
