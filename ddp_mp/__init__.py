@@ -1,6 +1,6 @@
 """Mixed precision for PyTorch's DistributedDataParallel that is right, and next to free.
 
-``ddp_mp.patch(ddp)`` on a model, or ``ddp_mp.install()`` before models are built; training code stays as it is.
+``ddp_mp.patch(ddp)`` on a model, or ``ddp_mp.install()`` before models are built.
 """
 
 from __future__ import annotations

@@ -65,12 +65,12 @@ class Options:
         first_bucket_mb: size of the first cast bucket in MiB of low-precision memory, small so that the first layers start
             early.
         bucket_mb: size of the later cast buckets in MiB.
-        prefetch: cast right after an optimizer step that covers the model, so that the next forward finds the copies
+        prefetch: cast right after an optimizer step that covers the model, so that the next forward finds its leaves
             ready; they take their memory from then on.  A write between step and forward that PyTorch can see (another
             address, a version counter, loading a state dict, another step) casts again; after one that it cannot see
             (``.data``, raw memory) call :func:`ddp_mp.masters_changed`.
         reuse_unchanged: a promise that masters change in no other way than optimizer steps, loading, and writes that
-            PyTorch can see or :func:`ddp_mp.masters_changed` announces.  Copies then stay in memory between forwards, and
+            PyTorch can see or :func:`ddp_mp.masters_changed` announces.  Leaves then stay in memory between forwards, and
             gradient accumulation and evaluation cast only once.
         full_precision_modules: modules that compute in full precision, with everything inside them: module types, or patterns
             of ``fnmatch`` for names as ``named_modules()`` gives them for the wrapped module (``"lm_head"``, ``"*.norm*"``).

@@ -219,8 +219,8 @@ def _register_builtin_comm_hook(model: PatchedModel, kind: Any) -> None:
 
 def _register_fused_optim(*args: Any, **kwargs: Any) -> None:
     raise RuntimeError(
-        "ddp_mp does not work with _register_fused_optim: an optimizer that runs inside backward would step low-precision "
-        "copies. Call optimizer.step() after backward, or ddp_mp.unpatch(ddp) first."
+        "ddp_mp does not work with _register_fused_optim: an optimizer that runs inside backward would step gradients that "
+        "are not reduced yet. Call optimizer.step() after backward, or ddp_mp.unpatch(ddp) first."
     )
 
 
@@ -228,8 +228,8 @@ def _getstate(model: PatchedModel) -> Any:
     """What ``copy.deepcopy`` and ``pickle`` take of a patched wrapper: a full-precision one, without us."""
     if sys._getframe(1).f_code is copy.copy.__code__:
         raise TypeError(
-            "copy.copy: a shallow copy of a wrapper that ddp_mp has patched would share its module, and train it in "
-            "low-precision copies without reducing them right; use copy.deepcopy, or ddp_mp.unpatch(ddp) first"
+            "copy.copy: a shallow copy of a wrapper that ddp_mp has patched would share its module, and train it "
+            "without reducing its gradients right; use copy.deepcopy, or ddp_mp.unpatch(ddp) first"
         )
     ddp: Any = model.wrapper()
     state = type(ddp).__getstate__(ddp)

@@ -20,13 +20,13 @@ class Stats:
     Attributes:
         forwards: forwards of the wrapped module, evaluation included.
         casts: casts of the masters, by a forward or ahead of it (``Options.prefetch``).
-        skipped: forwards that skipped the casts, as the copies were those of the masters already.
+        skipped: forwards that skipped the casts, as the leaves held the masters' values already.
         launches: multi-tensor casts enqueued, one a bucket and cast.
         buckets: cast buckets.
         parameters: parameters that are cast.
         fallbacks: single-parameter casts done by PyTorch, for parameters that the engine cannot read.
         bytes_read: bytes of masters that casts have read.
-        bytes_written: bytes of copies that casts have written.
+        bytes_written: bytes of leaves that casts have written.
         low_bytes: bytes of low-precision memory held now.
         waits: waits asked of a stream (host: that had to block).
         reductions: gradient buckets reduced.
