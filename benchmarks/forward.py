@@ -5,11 +5,11 @@
 The models and variants of ``benchmarks.step``, with the optimizer's step and the backward between the forwards.  The parts are
 
 module             the wrapped module's own forward, which is the same arithmetic in all variants
-casts, switches    masters cast into copies, and ``.data`` switched: with our checks, or bare in ``floor``
+casts, leaves      masters cast, leaves placed and taken back; in ``floor`` masters cast and ``.data`` switched, with no check
 hooks              the rest of our hooks before and after the forward
 wrapper            what is left: DistributedDataParallel's own forward around the module
 
-``x bf16`` is the whole forward in forwards of plain bf16 DDP, round by round; ``extra`` is what casts, switches and hooks alone
+``x bf16`` is the whole forward in forwards of plain bf16 DDP, round by round; ``extra`` is what casts, leaves and hooks alone
 add to it.  The floor's extra is what nobody who casts masters in the forward gets below.
 """
 
@@ -28,15 +28,16 @@ from benchmarks.step import SIZES, variants
 from ddp_mp import forward
 from ddp_mp.tools.measure import HookClock, Spread, now, paired
 
-PARTS = ("module", "casts, switches", "hooks")
+PARTS = ("module", "casts, leaves", "hooks")
 HOOKS = [(forward.Forward, name, "hooks") for name in ("_enter", "_leave")]
-CASTS = dict.fromkeys(("begin", "cast", "wait", "lower"), "casts, switches")
+CASTS = dict.fromkeys(("begin", "cast", "check_and_cast", "wait", "lower"), "casts, leaves")
+LEAVES = dict.fromkeys(("match", "place", "take_back", "changed"), "casts, leaves")
 SHOWN = ("bf16", "alone", "floor", "ddp_mp")
 
 
 def watched(make: Callable[[], nn.Module], clock: HookClock) -> nn.Module:
     """A model whose forward is timed part by part."""
-    with timed_parts(clock, HOOKS, CASTS, {}):
+    with timed_parts(clock, HOOKS, CASTS, {}, LEAVES):
         model = make()  # its hooks are looked up now: they stay timed
     inner = getattr(model, "module", model)
     inner.forward = clock.watch("module", inner.forward)
@@ -56,7 +57,7 @@ def stepper(model: nn.Module, clock: HookClock, tokens: torch.Tensor) -> Callabl
         output.float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        extra = spent["casts, switches"] + spent["hooks"]
+        extra = spent["casts, leaves"] + spent["hooks"]
         return {"forward": whole, **spent, "wrapper": whole - spent["module"] - extra, "extra": extra}
 
     return step

@@ -30,55 +30,57 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_mp
 from benchmarks.harness import Report, model_names, one_process_group, settings
-from ddp_mp import _C, backward, buckets, comm, forward, low, reducer
+from ddp_mp import _C, backward, buckets, comm, forward, leaves, reducer
 from ddp_mp.tools import shapes
 from ddp_mp.tools.measure import HookClock, Spread, now, paired
 
 #: (part, what the twin does for it), in the order of a step; together they are all of our hooks.
 ROOT = [
     ("root hook: Python", ()),
-    ("root hook: get the copies' memory", ()),
-    ("root hook: begin: check, cast, switch .data", ("cast", "switch .data")),
+    ("root hook: get the leaves' memory", ()),
+    ("root hook: check and cast", ("cast",)),
+    ("root hook: match and place leaves", ("place",)),
     ("root hook: wait for the casts", ()),
 ]
 REST = [
     ("after the forward: Python", ()),
+    ("after the forward: look for writes, take leaves back", ("take back",)),
     ("backward starts: Python", ()),
-    ("backward starts: set .grad aside", ("read .grad before",)),
     ("hook of a parameter", ()),
     ("bucket complete: Python", ()),
     ("bucket complete: get the gradients' memory", ()),
     ("bucket complete: pack", ("read .grad", "read pointers", "convert", ".grad = None", "let gradients go")),
     ("backward ends: Python", ()),
-    ("backward ends: put masters back", ("switch .data back",)),
-    ("backward ends: give the copies' memory back", ()),
-    ("backward ends: hand gradients over", ("set .grad",)),
+    ("backward ends: give the leaves' memory back", ()),
+    ("backward ends: give gradients", ("set .grad",)),
     ("flags of C objects", ()),
 ]
 REDUCE = "all-reduce"
 
 METHODS: list[tuple[Any, str, str]] = [
     (forward.Forward, "_enter", "root hook: Python"),
-    (low._Arenas, "allocate", "root hook: get the copies' memory"),
+    (leaves._Arenas, "allocate", "root hook: get the leaves' memory"),
     (forward.Forward, "_leave", "after the forward: Python"),
     (backward.Backward, "_start", "backward starts: Python"),
     (reducer.Reducer, "_bucket_ready", "bucket complete: Python"),
     (buckets.PackedBucket, "_full_memory", "bucket complete: get the gradients' memory"),
     (backward.Backward, "_finish", "backward ends: Python"),
-    (low._Arenas, "release", "backward ends: give the copies' memory back"),
+    (leaves._Arenas, "release", "backward ends: give the leaves' memory back"),
     (dist.ProcessGroup, "allreduce", REDUCE),
     (comm.Communicator, "wait", REDUCE),
 ]
-ENGINE = {
-    "begin": "root hook: begin: check, cast, switch .data",
-    "wait": "root hook: wait for the casts",
-    "restore": "backward ends: put masters back",
+ENGINE = {"check_and_cast": "root hook: check and cast", "wait": "root hook: wait for the casts"}
+#: A backward places leaves and takes them back too.
+LEAVES = {
+    "match": "root hook: match and place leaves",
+    "place": "root hook: match and place leaves",
+    "changed": "after the forward: look for writes, take leaves back",
+    "take_back": "after the forward: look for writes, take leaves back",
 }
 GRADIENTS = {
-    "begin": "backward starts: set .grad aside",
     "pack": "bucket complete: pack",
-    "hand_over": "backward ends: hand gradients over",
-    **dict.fromkeys(("end", "reset", "unfired", "contributes", "stashed", "set_launched"), "flags of C objects"),
+    "give": "backward ends: give gradients",
+    **dict.fromkeys(("begin", "end", "reset", "unfired", "contributes", "lacks"), "flags of C objects"),
 }
 
 
@@ -102,14 +104,17 @@ def timed_parts(
     methods: Sequence[tuple[Any, str, str]] = METHODS,
     engine_calls: dict[str, str] = ENGINE,
     gradient_calls: dict[str, str] = GRADIENTS,
+    leaf_calls: dict[str, str] = LEAVES,
 ) -> Iterator[None]:
     """Models that are patched inside are timed while they train inside."""
-    saved: list[tuple[Any, str, Any]] = [(_C, "Engine", _C.Engine), (_C, "Gradients", _C.Gradients)]
+    saved: list[tuple[Any, str, Any]] = [(_C, name, getattr(_C, name)) for name in ("Engine", "Gradients", "Leaves")]
     saved += [(owner, name, getattr(owner, name)) for owner, name, _ in methods]
-    engine, gradients = _C.Engine, _C.Gradients
+    engine, gradients, leaf_type = _C.Engine, _C.Gradients, _C.Leaves
     _C.Engine = lambda *a: Timed(engine(*a), clock, engine_calls)
     if gradient_calls:
         _C.Gradients = lambda *a: Timed(gradients(*a), clock, gradient_calls)
+    if leaf_calls:
+        _C.Leaves = lambda *a: Timed(leaf_type(*a), clock, leaf_calls)
     for owner, name, part in methods:
         setattr(owner, name, clock.watch(part, getattr(owner, name)))
     try:
@@ -136,7 +141,7 @@ def ours(module: nn.Module, clock: HookClock, device: torch.device) -> Callable[
 
 
 class Twin:
-    """A model that trains in low precision with nothing but the calls that nobody can avoid."""
+    """A model that trains with nothing but the calls around it that nobody can avoid."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.module, self.device = module, device
@@ -154,6 +159,8 @@ class Twin:
         self.full = [
             v.view(p.shape) for v, p in zip(self.flat.split([p.numel() for p in self.params]), self.params, strict=True)
         ]
+        sites = [(vars(m), key) for m in module.modules() for key, p in m._parameters.items() if p is not None]
+        self.homes, self.keys = [home for home, _ in sites], [key for _, key in sites]
         self.optimizer = torch.optim.AdamW(self.params, lr=1e-4)
 
     def step(self) -> dict[str, float]:
@@ -174,7 +181,8 @@ class Twin:
 
         def forward_calls(hot: str = "") -> None:
             call("cast" + hot, self.engine.cast)
-            call("switch .data" + hot, self.engine.lower)
+            call("place" + hot, lambda: each(dict.__setitem__, self.homes, self.keys, repeat(self.params[0])))
+            call("take back" + hot, lambda: each(dict.__delitem__, self.homes, self.keys))
 
         def gradient_calls(hot: str = "") -> None:
             found = call("read .grad" + hot, lambda: every(grad.__get__, self.params))
@@ -182,19 +190,16 @@ class Twin:
             call("convert" + hot, lambda: _C.fuse([self.flat_low], [None], [self.flat], 1.0))
             call(".grad = None" + hot, lambda: each(grad.__set__, self.params, repeat(None)))
             call("let gradients go" + hot, found.clear)
-            call("switch .data back" + hot, self.engine.restore)
             call("set .grad" + hot, lambda: each(grad.__set__, self.params, self.full))
 
         forward_calls()
         self.engine.wait()
         loss = shapes.loss_of(self.module, self.device)
-        call("read .grad before", lambda: each(grad.__get__, self.params))
         loss.backward()
         gradient_calls()
         del loss
         for _ in range(2):  # the second time everything is in the cache
             self.optimizer.zero_grad()
-            call("read .grad before hot", lambda: each(grad.__get__, self.params))
             forward_calls(" hot")
             self.engine.wait()
             each(grad.__set__, self.params, [torch.empty_like(p) for p in self.params])
