@@ -371,34 +371,33 @@ def test_cast_master_storage_moved_is_followed() -> None:
 # --- copies that outlive a pass ----------------------------------------------------------------------------------------
 
 
-def test_resume_lowers_without_a_cast() -> None:
+def test_check_and_cast_casts_and_switches_nothing() -> None:
     rig = Rig(small())
     before = rig.snapshot()
-    rig.engine.begin()
-    rig.engine.restore()
-    assert rig.engine.resume() == _C.WRITTEN, "nothing was remembered"
-    rig.engine.remember()
-    casts = rig.engine.counters()["casts"]
-    assert rig.engine.resume() == _C.UNCHANGED
-    rig.assert_low(before)
-    assert rig.engine.counters()["casts"] == casts
-    rig.engine.restore()
+    assert rig.engine.check_and_cast() == _C.UNCHANGED
+    rig.engine.wait()
     rig.assert_masters(before)
+    for low, master in zip(rig.lows, rig.masters, strict=True):
+        assert torch.equal(low, master.to(low.dtype))
+    rig.params[2].data = rig.params[2].data.clone()
+    casts = rig.engine.counters()["casts"]
+    assert rig.engine.check_and_cast() == _C.MOVED
+    assert rig.engine.counters()["casts"] == casts
 
 
-def test_resume_after_a_write_says_so() -> None:
+def test_check_unwritten_after_a_write_says_so() -> None:
     rig = Rig(small())
-    rig.engine.begin()
-    rig.engine.restore()
+    assert rig.engine.check_unwritten() == _C.WRITTEN, "nothing was remembered"
     rig.engine.remember()
+    assert rig.engine.check_unwritten() == _C.UNCHANGED
     with torch.no_grad():
         rig.params[3].add_(1)
-    assert rig.engine.resume() == _C.WRITTEN
+    assert rig.engine.check_unwritten() == _C.WRITTEN
     assert not rig.engine.is_low
     rig.params[2].data = rig.params[2].data.clone()
-    assert rig.engine.resume() == _C.MOVED
+    assert rig.engine.check_unwritten() == _C.MOVED
     rig.module[0].bias = nn.Parameter(torch.zeros(17))
-    assert rig.engine.resume() == _C.REPLACED
+    assert rig.engine.check_unwritten() == _C.REPLACED
 
 
 def test_reclaim_takes_what_others_switched_for_masters() -> None:
