@@ -147,6 +147,8 @@ class Forward:
             try:
                 call.placement = plan.pool.place_present()
                 plan.region.low = True
+                if plan.pool.moved:
+                    plan.reducer.hook_again()  # swap_tensors() gives a master another address, and takes hooks away
                 plan.waits.at_root()
             except BaseException:
                 self._put_away(call)

@@ -106,7 +106,4 @@ PyObject *mp_gradients_give(Gradients *self, size_t bucket, PyObject *reduced, P
                                  const uint8_t *used);
 PyObject *mp_gradients_accumulate(Gradients *self, size_t bucket, PyObject *views);
 
-/* Adds the type to the module and its state.  0, or -1 with an exception. */
-int mp_gradients_init(PyObject *module, mp_state *state);
-
 #endif

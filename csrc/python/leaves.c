@@ -9,7 +9,7 @@
  * Threads.  The GIL serialises.  Reading an attribute of a tensor subclass may run Python code, which may call any
  * method here: nothing is kept across such a call but the arrays, which live as long as the object.
  */
-#include "python/leaves.h"
+#include "python/module.h"
 
 #include "python/attr.h"
 #include "python/errors.h"

@@ -2,8 +2,6 @@
 #include "python/module.h"
 
 #include "python/functions.h"
-#include "python/gradients.h"
-#include "python/leaves.h"
 
 mp_state *
 mp_state_of_module(PyObject *module)

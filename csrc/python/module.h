@@ -34,6 +34,8 @@ int mp_event_init(PyObject *module, mp_state *state);       /* event.c: Event */
 int mp_event_queue_init(PyObject *module, mp_state *state); /* event_queue.c: EventDeque, EventTable */
 int mp_engine_init(PyObject *module, mp_state *state);      /* engine.c: Engine */
 int mp_wait_hook_init(PyObject *module, mp_state *state);   /* wait_hook.c: what Engine.wait_hook returns */
+int mp_leaves_init(PyObject *module, mp_state *state);      /* leaves.c: Leaves */
+int mp_gradients_init(PyObject *module, mp_state *state);   /* gradients.c: Gradients, and what its hook() returns */
 
 /* Makes a type and adds it to the module under its own name.  A new reference, or NULL with an exception. */
 PyTypeObject *mp_type_add(PyObject *module, PyType_Spec *spec);
