@@ -27,6 +27,7 @@ from .log import logger
 from .options import Options
 from .parameters import managed_parameters
 from .plan import Plan
+from .stand_ins import stand_ins
 
 
 class PatchedModel:
@@ -53,6 +54,7 @@ class PatchedModel:
         self.guards = Guards(ddp.module, weakly(self.written, None), weakly(self._hook_ids, set()))
         optimizer_steps.add(self)
         inputs.watch(self)
+        stand_ins.watch(self)
 
     # --- state that others ask for -----------------------------------------------------------------------------------
 
@@ -155,6 +157,7 @@ class PatchedModel:
         self.guards.detach()
         optimizer_steps.remove(self)
         inputs.forget(self)
+        stand_ins.forget(self)
         _tell_shared()
         self.plan.pool.close()
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed
 from torch.nn.modules import module as nn_module
 from torch.nn.parallel import distributed
+from torch.nn.utils import _named_member_accessor
 from torch.optim import optimizer
 
 #: The oldest PyTorch that ddp_mp is meant for.
@@ -22,6 +23,9 @@ _NEEDED: list[tuple[Any, str]] = [
     (torch, "_disable_dynamo"),
     (torch._C, "_DisableFuncTorch"),
     (torch._C._functorch, "peek_interpreter_stack"),
+    (torch._C._autograd, "_get_current_graph_task_keep_graph"),
+    (torch.autograd, "_engine_run_backward"),
+    (_named_member_accessor, "swap_tensor"),
     (distributed, "_MixedPrecision"),
     (distributed, "_setup_mixed_precision_params"),
     (distributed.DistributedDataParallel, "_build_params_for_reducer"),

@@ -273,3 +273,27 @@ def test_weight_frozen_inside_a_forward_is_frozen_and_trains_again_when_it_is_th
         ddp.zero_grad()
         ddp(torch.randn(4, 8)).float().sum().backward()
         assert model.a.weight.grad is not None
+
+
+class Adapts(Two):
+    """Calls a part of itself with other weights, as meta-learning does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        adapted = {"weight": self.a.weight * 2, "bias": self.a.bias * 0}
+        hidden = torch.func.functional_call(self.a, adapted, (x,))
+        return self.b(hidden) + self.a(x).sum()
+
+
+@on_ranks(2)
+def test_part_called_with_other_weights_inside_a_forward_computes_with_those(rank: Rank) -> None:
+    trial = Trial(rank, Adapts())
+    trial.tolerance = 2**-6  # sums of low-precision gradients in another order
+    for seed in range(2):
+        xs = rank.inputs(lambda: torch.randn(4, 8), seed)
+        with torch.no_grad(), trial.oracle.low_precision() as call:
+            due = call(xs[rank.index])
+            require_same("output", trial.ddp(xs[rank.index]), due)
+        trial.backward(square_step, xs)
+        trial.check()
+        trial.zero_grad()
+    assert "weight" not in vars(trial.module.a)
