@@ -159,7 +159,6 @@ class PatchedModel:
         inputs.forget(self)
         stand_ins.forget(self)
         _tell_shared()
-        self.plan.pool.close()
 
     def __del__(self) -> None:
         """The wrapper is gone: the module is an ordinary one again."""

@@ -264,6 +264,7 @@ def unpatch(ddp: DDP) -> DDP:
     if model is None:
         return given
     _require_idle("ddp_mp.unpatch", bool(model.under_way))
+    model.plan.pool.close()  # first: where a device reports an error, the model stays patched
     _detach(model)
     model.overrides.remove()
     del ddp.__dict__["_ddp_mp"]
