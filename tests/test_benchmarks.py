@@ -54,11 +54,11 @@ def test_parts_twin_and_ours_cover_every_call(tmp_path):
     # what the model does in every step takes time, and the sum is that of its rows
     timed = [row for part, row in rows.items() if part not in ("root hook", "all bookkeeping", "all-reduce, in no sum")]
     for call in (
-        "root hook: begin",
-        "backward starts: set",
+        "root hook: check and cast",
+        "root hook: match and place",
         "bucket complete: pack",
-        "backward ends: put",
-        "backward ends: hand",
+        "after the forward: look",
+        "backward ends: give gradients",
     ):
         (row,) = (row for part, row in rows.items() if part.startswith(call))
         assert row["us a step"]["median"] > 0, call
@@ -96,9 +96,9 @@ def test_demo_few_steps_trains_both_and_draws(tmp_path):
 def test_forward_parts_are_those_of_the_variant_and_make_the_whole(tmp_path):
     run("benchmarks.forward", "--quick", "--rounds", 1, "--output", tmp_path)
     rows = {row["variant"]: row for row in json.loads((tmp_path / "forward.json").read_text())["rows"]}
-    parts = ("module", "casts, switches", "hooks", "wrapper")
+    parts = ("module", "casts, leaves", "hooks", "wrapper")
     present = {name: [part for part in parts[1:3] if row[f"{part} ms"]["median"] > 0] for name, row in rows.items()}
-    assert present == {"bf16": [], "alone": [], "floor": ["casts, switches"], "ddp_mp": ["casts, switches", "hooks"]}
+    assert present == {"bf16": [], "alone": [], "floor": ["casts, leaves"], "ddp_mp": ["casts, leaves", "hooks"]}
     for row in rows.values():
         assert sum(row[f"{part} ms"]["median"] for part in parts) == pytest.approx(row["forward ms"]["median"])
 
