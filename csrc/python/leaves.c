@@ -466,7 +466,7 @@ leaves_bumped(PyObject *object, PyObject *Py_UNUSED(ignored))
 }
 
 /* Whether the leaf is somewhere else than in its memory, or was written.  *memory and *start are those of the leaf
- * before, which mostly is in the same.  -1 with an exception. */
+ * before, which mostly is in the same.  A tensor without elements has no address.  -1 with an exception. */
 static int
 is_written(Leaves *self, size_t index, const PyObject **memory, const char **start)
 {
@@ -482,7 +482,7 @@ is_written(Leaves *self, size_t index, const PyObject **memory, const char **sta
     if (address_of(self, index, one->leaf, &address) < 0 || version_of(self, index, &version) < 0) {
         return -1;
     }
-    return version != one->version || (*start != NULL && address != *start + one->offset);
+    return version != one->version || (*start != NULL && address != NULL && address != *start + one->offset);
 }
 
 /* Appends the index to *list, which is made where there is none.  0, or -1 with an exception. */
