@@ -1,6 +1,6 @@
-"""Mixed precision for PyTorch's DistributedDataParallel that is right, and next to free.
+"""Correct and nearly free mixed precision for PyTorch's DistributedDataParallel.
 
-``ddp_mp.patch(ddp)`` on a model, or ``ddp_mp.install()`` before models are built.
+Call :func:`patch` with a model, or :func:`install` before models are built.
 """
 
 from __future__ import annotations

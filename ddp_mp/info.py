@@ -12,11 +12,12 @@ from . import _C
 def build_info() -> dict[str, Any]:
     """What this build is, and what it found on this machine.
 
-    Calls no driver: what is not known before a first CUDA tensor is said to be so.  May be called from any thread.
+    No driver is called: before the first CUDA tensor, ``cuda`` says that CUDA is not used yet.  Any thread may call it.
 
-    What it returns is new in each call.  Of the build: ``version``, ``python``, ``compiler``, ``debug``, and ``cuda_image``,
-    the kernels inside it, with their size in bytes and a note.  Of the machine: ``simd``, the instruction set that casts on
-    the CPU, and ``simd_available``; ``cuda``, which kernels are used or why none are, and ``cuda_driver``, its version as
-    CUDA writes it (0: not loaded); ``torch``, PyTorch's version.
+    The result is a new dictionary in each call.  Of the build it holds ``version``, ``python``, ``compiler``, ``debug``, and
+    ``cuda_image``: the size in bytes of the compiled kernels inside it and of their source, and a note that says how they
+    were compiled or why they were not.  Of the machine it holds ``simd``, the instruction set that casts on the CPU, and
+    ``simd_available``; ``cuda``, which kernels are used or why none are; ``cuda_driver``, the driver's version as CUDA writes
+    it (0: not loaded); and ``torch``, PyTorch's version.
     """
     return {**_C.build_info(), "torch": torch.__version__}

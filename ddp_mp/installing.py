@@ -104,16 +104,16 @@ class _Installation:
 
 
 def install(options: Options | None = None, *, mixed_precision: _MixedPrecision | None = None) -> _Installation:
-    """Every ``DistributedDataParallel`` built from now on with ``mixed_precision=`` is patched as it is built.
+    """From now on every ``DistributedDataParallel`` that is built with ``mixed_precision=`` is patched as it is built.
 
     Args:
         options: see :class:`Options`.
         mixed_precision: the precisions of models that are built without ``mixed_precision=``, for frameworks that build the
             wrapper themselves and do not pass it on.  ``None``: such models are left alone.
 
-    PyTorch's own mixed precision is never set up on a patched model, so its constructor does not cast buffers either.
-    Calling it again replaces options and precisions.  Works as a context manager, at whose end is in force what was before it.
-    Process-wide; not thread-safe against construction of models in other threads.
+    With ``hooks="all"`` PyTorch's own mixed precision is not set up on such a model; buffers are cast by ``patch``.  A second
+    call replaces options and precisions.  The result works as a context manager, whose end restores what was in force before.
+    The effect is process-wide, and no other thread may be building a model during the call.
 
     Raises:
         TypeError: ``options`` is not :class:`Options`, or ``mixed_precision`` not :class:`MixedPrecision`.
@@ -130,7 +130,7 @@ def install(options: Options | None = None, *, mixed_precision: _MixedPrecision 
 
 
 def uninstall() -> None:
-    """Ends :func:`install`, however often it was called; without one it does nothing.  Models that are patched stay patched.
+    """Ends :func:`install`, however often it was called; without it nothing happens.  Patched models stay patched.
 
     A wrapper of ``DistributedDataParallel.__init__`` that another library has put around ours stays in place.
     """

@@ -51,7 +51,7 @@ def validate_precision(precision: _MixedPrecision) -> _MixedPrecision:
 
 @dataclass(frozen=True)
 class Options:
-    """How the casts are done.  The defaults are right for every model; what an option asks for in return is said with it.
+    """How the casts are done.  The defaults are right for every model; where an option needs a promise of yours, it says so.
 
     Attributes:
         hooks: ``"all"`` replaces PyTorch's three mixed-precision hooks; ``"root"`` replaces only the root hook that casts
@@ -65,10 +65,10 @@ class Options:
         first_bucket_mb: size of the first cast bucket in MiB of low-precision memory, small so that the first layers start
             early.
         bucket_mb: size of the later cast buckets in MiB.
-        prefetch: cast right after an optimizer step that covers the model, so that the next forward finds its leaves
-            ready; they take their memory from then on.  A write between step and forward that PyTorch can see (another
-            address, a version counter, loading a state dict, another step) casts again; after one that it cannot see
-            (``.data``, raw memory) call :func:`ddp_mp.masters_changed`.
+        prefetch: masters are cast right after an optimizer step that covers the model, so that the next forward finds its
+            leaves ready.  The leaves' memory is held between steps.  After a write between step and forward that PyTorch can
+            see (another address, a version counter, loading a state dict, another step) the forward casts again; after one
+            that it cannot see (``.data``, raw memory) call :func:`ddp_mp.masters_changed`.
         reuse_unchanged: a promise that masters change in no other way than optimizer steps, loading, and writes that
             PyTorch can see or :func:`ddp_mp.masters_changed` announces.  Leaves then stay in memory between forwards, and
             gradient accumulation and evaluation cast only once.
@@ -77,9 +77,10 @@ class Options:
             Their parameters are not cast, ``buffer_dtype`` does not touch their buffers, and with ``reduce_dtype=None`` their
             gradients are reduced in their own type.  At the border of the outermost of them floating-point inputs are cast
             to the module's own type (the widest of its parameters, float32 without any), outputs to ``param_dtype``; wider
-            tensors and all others pass as they are.  Inputs of the whole model come in ``param_dtype`` first, as ever.  An
-            entry that matches nothing is an error, as is a weight that is shared with a module outside.  A functional use of
-            such a weight outside its module meets two types.
+            tensors and all others pass as they are.  Inputs of the whole model are cast to ``param_dtype`` before that,
+            unless ``cast_forward_inputs`` or ``autocast`` says otherwise.  An entry that matches nothing is an error, as is a
+            weight that is shared with a module outside.  A functional use of such a weight outside its module meets two
+            types.
         full_precision_outputs: those of ``full_precision_modules``, as types or patterns, whose outputs are not cast: a head
             whose logits, or a router whose scores, are to stay in full precision.
         output_dtype: floating-point tensors in what the wrapped module returns are cast to this type, inside tuples, lists,
@@ -88,10 +89,10 @@ class Options:
             containers.  False leaves them alone: time steps, targets and masks then arrive as they are given, and the module
             casts what it computes with.
         autocast: whether forward, and what a checkpoint computes again, runs in ``torch.autocast`` of ``param_dtype``,
-            wrapped or not.  Inputs are not cast then, operations that need it compute in float32 (norms, softmax, losses),
-            and mixed types promote.  Weights are low precision already, so that autocast casts none.  It is the way to run a
-            model that was not written to compute in ``param_dtype`` throughout.  It is off inside
-            ``full_precision_modules``.
+            whether the wrapper or the bare module is called.  Inputs are not cast then, operations that need it compute in
+            float32 (norms, softmax, losses), and mixed types promote.  Weights are low precision already, so that autocast
+            casts none.  It is the way to run a model that was not written to compute in ``param_dtype`` throughout.  It is
+            off inside ``full_precision_modules``.
 
     Raises:
         TypeError: a field is of another type.

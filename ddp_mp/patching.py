@@ -1,4 +1,4 @@
-"""The door: gives a ``DistributedDataParallel`` model our hooks, and takes them away again."""
+"""``patch`` and ``unpatch``: give a ``DistributedDataParallel`` model our hooks, and take them away again."""
 
 from __future__ import annotations
 
@@ -30,26 +30,28 @@ DDP = TypeVar("DDP", bound=DistributedDataParallel)
 
 
 def patch(ddp: DDP, *more: NoReturn, mixed_precision: _MixedPrecision | None = None, options: Options | None = None) -> DDP:
-    """Gives ``ddp`` mixed precision that is right, in place.
+    """Gives ``ddp`` correct mixed precision, in place.
 
     Args:
         ddp: a ``DistributedDataParallel`` model, at any time: new, between iterations, with or without ``mixed_precision=``.
-            This function and all others take what ``torch.compile`` made of it for the model.
+            This function and all others also accept what ``torch.compile`` made of it.
         mixed_precision: the precisions, for a model that was built without them or should get others.
         options: see :class:`Options`.
 
     Returns:
         Its argument.  A model that is patched already, with the same arguments or none, is left as it is.
 
-    No collective is run, so ranks need not call it together; all ranks must patch before they train.  Gradients, optimizer
-    state and parameter objects stay as they are.  Not thread-safe on one model.
+    No collective is run, so ranks need not call it together, but all ranks must patch before they train.  Gradients, optimizer
+    state and parameter objects stay as they are.  Two threads must not patch one model at the same time.
 
     Raises:
         TypeError: ``ddp`` is not a ``DistributedDataParallel`` model, or an argument is of another type.
         ValueError: the model has no mixed precision and none was given; nothing is asked for; options do not fit the model; or
             it is patched with other arguments.
         RuntimeError: the model uses something that does not work with ddp_mp; the message says what, and what to do.  Or a
-            forward is under way.  Between a forward and its backward nothing can tell: that backward would not be reduced.
+            forward is under way.
+
+    A call between a forward and its backward cannot be detected.  Gradients of that backward are not reduced.
 
     Example::
 
@@ -172,7 +174,7 @@ def _dismantle(model: PatchedModel) -> None:
 
 
 def _detach(model: PatchedModel) -> None:
-    """Masters in place, nothing of the model left on the module, and no word of what is registered there."""
+    """Takes everything of the model off the module, and forgets what is registered there."""
     model.detach()
     registrations.forget(model)
 
@@ -241,17 +243,19 @@ def _getstate(model: PatchedModel) -> Any:
 
 
 def unpatch(ddp: DDP) -> DDP:
-    """PyTorch's own hooks again, with masters in place; a model that is not patched is left as it is.  Compiled or not.
+    """Takes ``patch`` back; a model that is not patched is left as it is.  ``ddp`` may be compiled.
 
-    A model that was built with ``mixed_precision=`` has PyTorch's mixed precision afterwards; one that got it from
-    :func:`patch` is an ordinary full-precision model again.  Buffers keep the type they have.  A communication hook of the
-    user stays registered.  No collective is run, and no device is waited for.
+    Parameters hold their full-precision values.  A model that was built with ``mixed_precision=`` has PyTorch's mixed precision
+    afterwards; one that got it from :func:`patch` is an ordinary full-precision model again.
+    Buffers keep the type they have.  A communication hook of the user stays registered.  No collective is run, and the host
+    waits for no device but for casts that are under way on a CPU.
 
     Returns:
         Its argument.
 
     Raises:
         RuntimeError: a forward or backward of the model is under way.
+        DeviceError: a device reports an error; the model stays patched.
     """
     given, ddp = ddp, native.uncompiled(ddp)
     root = root_of(ddp)
@@ -318,15 +322,14 @@ def _fields(precision: _MixedPrecision) -> tuple[Any, Any, Any]:
 
 @contextlib.contextmanager
 def full_precision(module: nn.Module) -> Iterator[None]:
-    """Context manager: what is called inside computes in full precision, and modules hold their masters.
+    """Context manager: inside the block modules hold their masters, and the model computes in full precision.
 
     Args:
         module: a patched wrapper, which may be compiled, or any module inside a patched model.
 
     Outside a forward, calls of the model inside the block compute with its masters, and inputs are not cast.  Inside a forward,
-    the modules hold their masters for the time of the block, so that they can be written; at its end they are cast again, and
-    the forward goes on with the new values.  A model that is not patched is left alone.  Not while another thread drives the
-    model.
+    the masters can be written in the block; at its end they are cast again, and the forward goes on with the new values.  A
+    model that is not patched is left alone.  No other thread may drive the model meanwhile.
 
     Example::
 
@@ -345,10 +348,10 @@ def full_precision(module: nn.Module) -> Iterator[None]:
 
 
 def masters_changed(ddp: DistributedDataParallel) -> None:
-    """Says that masters were written in a way that nothing can see: the next forward casts them again.
+    """Tells ddp_mp that masters were written in a way that PyTorch cannot see: the next forward casts them again.
 
-    Needed only with ``Options.prefetch`` or ``Options.reuse_unchanged``, for writes that count no version.  Local and
-    cheap: nothing is cast before the next forward.  ``ddp`` may be compiled.
+    It is needed only with ``Options.prefetch`` or ``Options.reuse_unchanged``, for writes that leave version
+    counters as they are.  Nothing is cast before the next forward.  ``ddp`` may be compiled.
 
     Raises:
         ValueError: the model is not patched.

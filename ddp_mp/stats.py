@@ -19,20 +19,21 @@ class Stats:
 
     Attributes:
         forwards: forwards of the wrapped module, evaluation included.
-        casts: casts of the masters, by a forward or ahead of it (``Options.prefetch``).
+        casts: how often the masters were cast, by a forward or ahead of it (``Options.prefetch``).
         skipped: forwards that skipped the casts, as the leaves held the masters' values already.
-        launches: multi-tensor casts enqueued, one a bucket and cast.
+        launches: launches that cast a bucket; one per bucket and cast.
         buckets: cast buckets.
         parameters: parameters that are cast.
         fallbacks: single-parameter casts done by PyTorch, for parameters that the engine cannot read.
         bytes_read: bytes of masters that casts have read.
         bytes_written: bytes of leaves that casts have written.
         low_bytes: bytes of low-precision memory held now.
-        waits: waits asked of a stream (host: that had to block).
+        waits: how often a stream was told to wait for a cast; on a CPU, how often the calling thread had to block.
         reductions: gradient buckets reduced.
         bytes_reduced: bytes that this rank put into reductions.
         rebuilds: times the plan was built anew because parameters were replaced.
-        host_us: host time in casts and switches, in microseconds.
+        host_us: host time, in microseconds, of checking the masters and of starting their casts, or running small ones on a CPU;
+            with ``hooks="root"`` of switching ``.data`` too.
         backend: ``"host"``, ``"cuda"``, both joined by ``+``, or ``"none"`` when nothing is cast.
     """
 
@@ -67,10 +68,10 @@ def _shown(value: Any) -> str:
 def stats(ddp: Any) -> Stats:
     """The counters of a patched model, which may be compiled, of this rank.
 
-    Reads numbers that are there already: no collective, no device is waited for.  May be called at any time.
+    It only reads counters: it runs no collective, waits for no device, and may be called at any time.
 
     Returns:
-        A snapshot; take one before and one after to know what a step did.  ``print`` shows it as a table.
+        A snapshot.  The difference between two of them says what a step did; ``print`` shows one as a table.
 
     Raises:
         ValueError: the model is not patched.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-WIDTH, HEIGHT = 1060, 620
+WIDTH, HEIGHT = 1060, 730
 LEFT, UNIT = 165, 50  # where time begins, and one unit of it
 LANES = {"current": (80, "current stream", "of PyTorch"), "cast": (190, "cast stream", "private")}
 LANES["communication"] = (300, "communication", "of NCCL or Gloo")
-BANDS = {"param": (400, "parameter.data"), "grad": (455, "parameter.grad")}
+BANDS = {"param": (400, "parameter.data"), "weight": (455, "module.weight"), "low": (510, "leaf.grad")}
+BANDS["grad"] = (565, "parameter.grad")
 BAR = 40
 BLUE, ORANGE, GREEN, GREY, PURPLE = "#cfe2f9", "#ffdfb8", "#d3efcf", "#e6e6e6", "#e8d9f7"
 
@@ -80,24 +81,26 @@ def lines() -> list[str]:
         arrow("current", 11.8, "communication", 12.2),
         arrow("current", 13.9, "communication", 14.1),
         arrow("communication", 15.2, "current", 15.45, "4", 1),
-        band("param", 0.2, 0.5, "", BLUE),
-        band("param", 0.5, 15.3, "copy in bfloat16, a view of its bucket's memory", ORANGE),
-        band("param", 15.3, 17.75, "master", BLUE),
-        band("grad", 0.2, 7.5, "None, or accumulated float32", BLUE),
-        band("grad", 7.5, 15.3, "bfloat16, until its bucket is packed", ORANGE),
+        band("param", 0.2, 17.75, "master in float32, at any time", BLUE),
+        band("weight", 0.2, 0.5, "", BLUE),
+        band("weight", 0.5, 7.45, "leaf in bfloat16", ORANGE),
+        band("weight", 7.55, 15.3, "leaf again, for checkpoints that compute anew", ORANGE),
+        band("weight", 15.3, 17.75, "master", BLUE),
+        band("low", 7.55, 14.0, "bfloat16, until its bucket is packed", ORANGE),
+        band("grad", 0.2, 15.3, "None, or what earlier backwards left", BLUE),
         band("grad", 15.3, 17.75, "average", BLUE),
-        text(12, 530, "1  casts begin after what the current stream did before, such as the optimizer's writes", "start", 16),
-        text(12, 554, "2  the forward begins when its casts are done", "start", 16),
+        text(12, 640, "1  casts begin after what the current stream did before, such as the optimizer's writes", "start", 16),
+        text(12, 664, "2  the forward begins when its casts are done", "start", 16),
         text(
             12,
-            578,
+            688,
             "3  a bucket is packed and its reduction starts when its last gradient is there; backward goes on",
             "start",
             16,
         ),
         text(
             12,
-            602,
+            712,
             "4  the end of backward waits for the averages, and hands them over as full-precision gradients",
             "start",
             16,
