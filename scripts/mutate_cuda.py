@@ -326,15 +326,15 @@ def listed(title: str, items: Sequence[str]) -> list[str]:
 
 HEADER = """# Mutation report
 
-Written by `scripts/mutate_cuda.py` (`make mutate`). A mutant is the CUDA side with one thing less or other; it is killed when
-a test fails, or hangs. Equivalent is a mutant that no test could tell from the code; each has its reason, in
-`scripts/cuda_equivalent.py`. Calls whose failure would come after another failure, which is the one to tell, are not
-checked in the code either.
+Written by `scripts/mutate_cuda.py` (`make mutate`). A mutant is the code of the CUDA side with one thing removed or
+changed. It is killed when a test fails or hangs. It is equivalent when no test could tell it from the code, for a reason that
+`scripts/cuda_equivalent.py` states. The code does not check a call whose failure could only follow one that is reported
+already, so that such calls have no mutants.
 """
-C_TEXT = """Each wait and each event record taken out; the result of each driver call unchecked; each test of a status or of a
-driver's code, and each condition under which a function refuses, as if nothing had failed. Tried with
+C_TEXT = """Each wait and each event record is taken out; the result of each driver call is ignored; each test of a status or of a
+driver's code, and each condition under which a function refuses, behaves as if nothing had failed. Tried with
 `tests/c/test_cuda.c`, then by training on the simulated driver."""
-PTX_TEXT = """One instruction made another: conditions, arithmetic, rounding, addresses, stores, jumps, constants. Copies
+PTX_TEXT = """One instruction is changed into another: conditions, arithmetic, rounding, addresses, stores, jumps, constants. Copies
 between registers, exact conversions and loads of parameters are left as they are. Tried with `tests/kernel_rows.py`. The
 image holds a text for each architecture; those named together differ in nothing but the name: {texts}. {chosen}."""
 
