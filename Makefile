@@ -31,10 +31,10 @@ PYTEST = mkdir -p build/tmp && tmp=$$(mktemp -d build/tmp/pytest-XXXXXX) && trap
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup dev demo test check docs sanitize mutate soak fuzz peers bench gpu wheel clean distclean
+.PHONY: help setup dev demo test check docs sanitize mutate soak fuzz peers bench gpu wheel compile-commands clean distclean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-10s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-16s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -99,8 +99,11 @@ gpu: ## everything that needs an NVIDIA GPU: tests, compute-sanitizer, benchmark
 wheel: $(DEPS) ## build an sdist and manylinux wheels into dist, for PYTHONS or every python3.X on PATH
 	PYTHON=$(PY) PYTHONS="$(PYTHONS)" scripts/wheels.sh
 
+compile-commands: $(DEPS) ## write compile_commands.json, for clangd and editors
+	$(PY) scripts/compile_commands.py
+
 clean: ## remove what was built, keep .venv
-	rm -rf build dist demo-output .hypothesis *.egg-info $(BUILT)
+	rm -rf build dist demo-output .hypothesis *.egg-info compile_commands.json $(BUILT)
 	find ddp_mp csrc tests -name '*.so' -delete
 	find ddp_mp tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 

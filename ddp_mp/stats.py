@@ -32,8 +32,8 @@ class Stats:
         reductions: gradient buckets reduced.
         bytes_reduced: bytes that this rank put into reductions.
         rebuilds: times the plan was built anew because parameters were replaced.
-        host_us: host time, in microseconds, of checking the masters and starting their casts, or running small ones on a CPU; with
-            ``hooks="root"`` of switching ``.data`` too.
+        host_us: host time in microseconds of checking the masters and starting their casts, or running small ones on a CPU;
+            with ``hooks="root"`` of switching ``.data`` too.
         backend: ``"host"``, ``"cuda"``, both joined by ``+``, or ``"none"`` when nothing is cast.
     """
 

@@ -331,11 +331,11 @@ changed. It is killed when a test fails or hangs. It is equivalent when no test 
 `scripts/cuda_equivalent.py` states. The code does not check a call whose failure could only follow one that is reported
 already, so that such calls have no mutants.
 """
-C_TEXT = """Each wait and each event record is taken out; the result of each driver call is ignored; each test of a status or of a
-driver's code, and each condition under which a function refuses, behaves as if nothing had failed. Tried with
+C_TEXT = """Each wait and each event record is taken out; the result of each driver call is ignored; each test of a status or
+of a driver's code, and each condition under which a function refuses, behaves as if nothing had failed. Tried with
 `tests/c/test_cuda.c`, then by training on the simulated driver."""
-PTX_TEXT = """One instruction is changed into another: conditions, arithmetic, rounding, addresses, stores, jumps, constants. Copies
-between registers, exact conversions and loads of parameters are left as they are. Tried with `tests/kernel_rows.py`. The
+PTX_TEXT = """One instruction is changed into another: conditions, arithmetic, rounding, addresses, stores, jumps, constants.
+Copies between registers, exact conversions and loads of parameters are left as they are. Tried with `tests/kernel_rows.py`. The
 image holds a text for each architecture; those named together differ in nothing but the name: {texts}. {chosen}."""
 
 

@@ -46,6 +46,14 @@ def fake_nvcc(folder: Path, text: str = "#!/bin/sh\nexit 3\n") -> Path:
     return nvcc
 
 
+def test_compile_commands_compile_every_c_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    entries = runpy.run_path("scripts/compile_commands.py")["entries"]()
+    assert sorted(entry["file"] for entry in entries) == sorted(str(p) for p in Path("csrc").glob("*/*.c"))
+    for entry in entries:
+        subprocess.run([*entry["arguments"], "-fsyntax-only"], cwd=entry["directory"], check=True)
+
+
 def test_nvcc_is_looked_for_in_cuda_home_first(
     setup_script: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
