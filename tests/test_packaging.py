@@ -46,6 +46,7 @@ def fake_nvcc(folder: Path, text: str = "#!/bin/sh\nexit 3\n") -> Path:
     return nvcc
 
 
+@pytest.mark.slow
 def test_compile_commands_compile_every_c_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     entries = runpy.run_path("scripts/compile_commands.py")["entries"]()
