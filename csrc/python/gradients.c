@@ -497,12 +497,6 @@ gradients_clear(PyObject *object)
         Py_CLEAR(self->left[row]);
         Py_CLEAR(self->base[row]);
     }
-    for (size_t i = 0; i < self->bucket_count; i++) {
-        if (self->backend != NULL) {
-            self->backend->table_free(self->buckets[i].give_table);
-            self->backend->table_free(self->buckets[i].pack_table);
-        }
-    }
     self->bucket_count = 0;
     mp_attr_clear(&self->version);
     mp_attr_clear(&self->grad);

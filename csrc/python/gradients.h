@@ -38,8 +38,6 @@ typedef struct grad_bucket {
     size_t pending; /* rows that have not fired since reset() */
     int launched;
     int whole; /* the reduction loses no bit of a stash: all of it is reduced again, as in plain DDP */
-    mp_table *pack_table; /* owned; NULL until first used.  Two tables: in steady state neither changes */
-    mp_table *give_table;
 } grad_bucket;
 
 typedef struct Gradients {

@@ -157,29 +157,26 @@ add_work(Gradients *self, operation *op, const mp_row *row, int after)
     }
     size_t index = after ? op->bucket->count + op->sums++ : op->count++;
     self->work[index] = *row;
-    size_t size = mp_dtype_size(row->dst_dtype);
-    size += row->src != NULL ? mp_dtype_size(row->src_dtype) : 0;
-    size += row->add != NULL ? mp_dtype_size(row->add_dtype) : 0;
-    op->bytes += (uint64_t)row->numel * size;
+    mp_row_count_bytes(row, &op->bytes, &op->bytes);
 }
 
 static mp_status
-launch_unlocked(const Gradients *self, const operation *op, mp_table *table, double divisor, void *stream,
-                mp_error *err)
+launch_unlocked(const Gradients *self, const operation *op, const mp_row *rows, size_t count, double divisor,
+                void *stream, mp_error *err)
 {
     mp_status status;
     if (self->device_type != MP_DEVICE_TYPE_HOST || op->bytes <= MP_GIL_BYTES) {
-        return self->backend->launch_on(table, divisor, stream, err);
+        return self->backend->launch_on(self->device, rows, count, divisor, stream, err);
     }
     Py_BEGIN_ALLOW_THREADS
-    status = self->backend->launch_on(table, divisor, stream, err);
+    status = self->backend->launch_on(self->device, rows, count, divisor, stream, err);
     Py_END_ALLOW_THREADS
     return status;
 }
 
 /* Runs the collected rows on the current stream: those before with `divisor`, then the sums with 1. */
 static int
-launch(Gradients *self, operation *op, mp_table **table, double divisor)
+launch(Gradients *self, operation *op, double divisor)
 {
     mp_error err;
     mp_status status = MP_OK;
@@ -191,16 +188,11 @@ launch(Gradients *self, operation *op, mp_table **table, double divisor)
                                    &stream) < 0) {
         return -1;
     }
-    if (*table == NULL) {
-        status = self->backend->table_new(self->device, table, &err);
-    }
-    if (status == MP_OK && op->count > 0) {
-        status = self->backend->table_set(*table, self->work, op->count, &err);
-        status = status == MP_OK ? launch_unlocked(self, op, *table, divisor, stream, &err) : status;
+    if (op->count > 0) {
+        status = launch_unlocked(self, op, self->work, op->count, divisor, stream, &err);
     }
     if (status == MP_OK && op->sums > 0) {
-        status = self->backend->table_set(*table, self->work + op->bucket->count, op->sums, &err);
-        status = status == MP_OK ? launch_unlocked(self, op, *table, 1.0, stream, &err) : status;
+        status = launch_unlocked(self, op, self->work + op->bucket->count, op->sums, 1.0, stream, &err);
     }
     if (status != MP_OK) {
         mp_raise(self->state, &err);
@@ -355,7 +347,7 @@ pack(Gradients *self, operation *op, PyObject *out, double divisor)
             return -1;
         }
     }
-    if (launch(self, op, &op->bucket->pack_table, divisor) < 0) {
+    if (launch(self, op, divisor) < 0) {
         return -1;
     }
     return finish(self, op);
@@ -500,7 +492,7 @@ hand_over(Gradients *self, operation *op, PyObject *reduced, handover *give)
             return -1;
         }
     }
-    if (launch(self, op, &op->bucket->give_table, give->divisor) < 0) {
+    if (launch(self, op, give->divisor) < 0) {
         return -1;
     }
     return finish(self, op);
@@ -582,7 +574,7 @@ accumulate(Gradients *self, operation *op, PyObject *views)
             return -1;
         }
     }
-    if (launch(self, op, &op->bucket->give_table, 1.0) < 0) {
+    if (launch(self, op, 1.0) < 0) {
         return -1;
     }
     return finish(self, op);

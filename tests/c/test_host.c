@@ -1,8 +1,9 @@
 /* Tests of the host backend: order, events, tables that change, held workers, threads, fork, failure, exit.
  *
  * gcc -std=c11 -D_GNU_SOURCE -O1 -g -Wall -Wextra -Werror -pthread -fsanitize=address,undefined -Icsrc \
- *     tests/c/test_host.c csrc/core/backend.c csrc/host/backend.c csrc/host/rows.c csrc/host/stream.c csrc/host/convert.c \
- *     csrc/host/convert_scalar.c csrc/host/convert_avx2.c csrc/host/convert_avx512.c csrc/host/convert_neon.c \
+ *     tests/c/test_host.c csrc/core/backend.c csrc/core/row.c csrc/host/backend.c csrc/host/run.c csrc/host/stream.c \
+ *     csrc/host/convert.c csrc/host/convert_scalar.c csrc/host/convert_avx2.c csrc/host/convert_avx512.c \
+ *     csrc/host/convert_neon.c \
  *     -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc,--wrap=pthread_create -o test_host
  *
  * Also with -fsanitize=thread.  Built with -O2 and without a sanitizer, `test_host measure` prints the figures that the
@@ -277,10 +278,9 @@ test_counters(void)
 {
     float values[100] = {0}, one[100] = {0};
     mp_row row = add_row(values, one, 100);
-    mp_table *table = table_of(&row, 1);
     mp_counters before = counters_now();
-    OK(backend->launch(table, 2, &error));
-    OK(backend->launch_on(table, 2, NULL, &error));
+    OK(backend->launch(device, &row, 1, 2, &error));
+    OK(backend->launch_on(device, &row, 1, 2, NULL, &error));
     OK(backend->synchronize(device, &error));
     mp_counters after = counters_now();
     CHECK_EQ(after.launches - before.launches, 2);
@@ -288,7 +288,6 @@ test_counters(void)
     CHECK_EQ(after.bytes_written - before.bytes_written, 2 * 400);
     CHECK_EQ(after.waits, before.waits);
     CHECK_EQ(after.uploads, 0);
-    backend->table_free(table);
 }
 
 static void
@@ -333,8 +332,7 @@ test_pieces(void)
     }
     memset(expected, 0x5a, TARGETS * sizeof(*expected));
     fill_pieces(rows, ROWS, src, expected);
-    mp_table *table = table_of(rows, ROWS);
-    OK(backend->launch_on(table, 1, NULL, &error)); /* in one go */
+    OK(backend->launch_on(device, rows, ROWS, 1, NULL, &error)); /* in one go */
     fill_pieces(rows, ROWS, src, dst);
     OK(backend->table_set(table, rows, ROWS, &error));
     mp_event *event = event_new();
@@ -342,7 +340,7 @@ test_pieces(void)
     for (int round = 0; round < 6; round++) {
         memset(dst, 0x5a, TARGETS * sizeof(*dst));
         mp_host_set_stream_bytes(round & 1 ? 0 : SIZE_MAX);
-        OK(backend->launch(table, 1, &error));
+        OK(backend->launch(device, rows, ROWS, 1, &error));
         OK(backend->event_record(event, &error));
         while (round < 2 && !is_done(event)) { /* the worker alone */
             nap(1);
@@ -352,7 +350,6 @@ test_pieces(void)
     }
     mp_host_set_stream_bytes(kept);
     backend->event_put(event);
-    backend->table_free(table);
     free(dst);
     free(expected);
     free(src);
@@ -367,18 +364,16 @@ test_subnormals_survive_flushing(void)
     for (size_t i = 0; i < 2; i++) {
         mp_row row = {.src = &tiny, .add = &zero, .dst = &sum[i], .numel = 1, .src_dtype = MP_F32,
                       .add_dtype = MP_F32, .dst_dtype = MP_F32};
-        mp_table *table = table_of(&row, 1);
-        size_t kept = mp_host_set_inline_bytes(i == 0 ? SIZE_MAX : 0);
+            size_t kept = mp_host_set_inline_bytes(i == 0 ? SIZE_MAX : 0);
         unsigned control = _mm_getcsr();
         _mm_setcsr(control | 0x8040);
-        OK(backend->launch(table, 1, &error));
+        OK(backend->launch(device, &row, 1, 1, &error));
         OK(backend->synchronize(device, &error));
         CHECK_EQ(_mm_getcsr() & 0x8040, 0x8040);
         _mm_setcsr(control);
         mp_host_set_inline_bytes(kept);
         CHECK(memcmp(&sum[i], &tiny, sizeof(tiny)) == 0);
-        backend->table_free(table);
-    }
+        }
 #endif
 }
 
@@ -407,13 +402,12 @@ test_wait_blocks_until_released(void)
 {
     float value = 0, one = 1;
     mp_row row = add_row(&value, &one, 1);
-    mp_table *table = table_of(&row, 1);
     gate gate;
     size_t kept = mp_host_set_inline_bytes(0);
     waiter first = {.event = event_new()}, all = {0};
     uint64_t waits = counters_now().waits;
     gate_close(&gate);
-    OK(backend->launch(table, 1, &error));
+    OK(backend->launch(device, &row, 1, 1, &error));
     OK(backend->event_record(first.event, &error));
     gate_wait_entered(&gate);
     CHECK(!is_done(first.event));
@@ -422,7 +416,7 @@ test_wait_blocks_until_released(void)
     CHECK(atomic_load(&first.started) && !atomic_load(&first.returned));
     CHECK(atomic_load(&all.started) && !atomic_load(&all.returned));
     mp_host_set_inline_bytes(SIZE_MAX); /* small, but not before what is pending */
-    OK(backend->launch(table, 1, &error));
+    OK(backend->launch(device, &row, 1, 1, &error));
     mp_event *second = event_new();
     OK(backend->event_record(second, &error));
     CHECK(!is_done(second));
@@ -446,7 +440,6 @@ test_wait_blocks_until_released(void)
     gate_open(&gate, kept);
     backend->event_put(first.event);
     backend->event_put(second);
-    backend->table_free(table);
 }
 
 /* A wait takes the record that exists when it is called; a later record is not its business. */
@@ -455,19 +448,18 @@ test_record_again_while_waiting(void)
 {
     float value = 0, one = 1;
     mp_row row = add_row(&value, &one, 1);
-    mp_table *table = table_of(&row, 1);
     gate gate;
     size_t kept = mp_host_set_inline_bytes(0);
     waiter waiter = {.event = event_new()};
     uint64_t waits = counters_now().waits;
     gate_close(&gate);
-    OK(backend->launch(table, 1, &error));
+    OK(backend->launch(device, &row, 1, 1, &error));
     OK(backend->event_record(waiter.event, &error));
     pthread_t thread = spawn(waiter_main, &waiter);
     while (counters_now().waits == waits) { /* counted after the record was read */
         nap(1);
     }
-    OK(backend->launch(table, 1, &error));
+    OK(backend->launch(device, &row, 1, 1, &error));
     OK(backend->event_record(waiter.event, &error));
     gate_wait_entered(&gate);
     sem_post(&gate.leave); /* the first run only */
@@ -480,7 +472,6 @@ test_record_again_while_waiting(void)
     CHECK(is_done(waiter.event));
     CHECK_EQ(value, 2);
     backend->event_put(waiter.event);
-    backend->table_free(table);
 }
 
 static void
@@ -490,19 +481,17 @@ test_table_changes_while_pending(void)
     mp_row rows[3] = {add_row(&values[0], &one, 1), add_row(&values[1], &one, 1), add_row(&values[2], &one, 1)};
     gate gate;
     size_t kept = mp_host_set_inline_bytes(0);
-    mp_table *table = table_of(&rows[0], 1);
     gate_close(&gate);
-    OK(backend->launch(table, 1, &error));
+    OK(backend->launch(device, &rows[0], 1, 1, &error));
     gate_wait_entered(&gate);
     OK(backend->table_set(table, &rows[0], 1, &error)); /* the same */
     OK(backend->table_set(table, &rows[1], 2, &error));
-    OK(backend->launch(table, 1, &error));
-    OK(backend->launch(table, 1, &error));
-    OK(backend->launch_on(table, 1, NULL, &error)); /* another stream: does not wait for the held one */
+    OK(backend->launch(device, &rows[0], 1, 1, &error));
+    OK(backend->launch(device, &rows[0], 1, 1, &error));
+    OK(backend->launch_on(device, &rows[0], 1, 1, NULL, &error)); /* another stream: does not wait for the held one */
     CHECK_EQ(values[0], 0);
     CHECK_EQ(values[1], 1);
     OK(backend->table_set(table, NULL, 0, &error));
-    backend->table_free(table);
     for (int i = 0; i < 3; i++) {
         sem_post(&gate.leave);
     }
@@ -518,13 +507,12 @@ test_probe_removed_while_held(void)
 {
     float value = 0, one = 1;
     mp_row row = add_row(&value, &one, 1);
-    mp_table *table = table_of(&row, 1);
     gate gate;
     size_t kept = mp_host_set_inline_bytes(0);
     waiter waiter = {0};
     gate_close(&gate);
-    OK(backend->launch(table, 1, &error));
-    OK(backend->launch(table, 1, &error));
+    OK(backend->launch(device, &row, 1, 1, &error));
+    OK(backend->launch(device, &row, 1, 1, &error));
     gate_wait_entered(&gate);
     mp_host_set_probe(NULL, NULL);
     pthread_t thread = spawn(waiter_main, &waiter);
@@ -534,7 +522,6 @@ test_probe_removed_while_held(void)
     pthread_join(thread, NULL);
     gate_open(&gate, kept);
     CHECK_EQ(value, 2);
-    backend->table_free(table);
 }
 
 /* --- many threads --- */
@@ -639,11 +626,10 @@ test_launch_behind_a_run_at_once(void)
     enum { LONG = 4000000 };
     float *values = floats(LONG, 0), *one = floats(LONG, 1);
     mp_row row = add_row(values, one, LONG);
-    mp_table *table = table_of(&row, 1);
     mp_event *event = event_new();
     void *failed;
     size_t kept = mp_host_set_inline_bytes(0);
-    OK(backend->launch(table, 1, &error)); /* there is a worker */
+    OK(backend->launch(device, &row, 1, 1, &error)); /* there is a worker */
     OK(backend->synchronize(device, &error));
     nap(5);
     mp_host_set_inline_bytes(SIZE_MAX);
@@ -653,7 +639,7 @@ test_launch_behind_a_run_at_once(void)
         nap(0);
         OK(backend->event_record(event, &error));
     } while (is_done(event) && counters_now().launches == launches);
-    OK(backend->launch(table, 1, &error));
+    OK(backend->launch(device, &row, 1, 1, &error));
     OK(backend->event_record(event, &error));
     while (!is_done(event)) { /* no help from here */
         nap(1);
@@ -663,7 +649,6 @@ test_launch_behind_a_run_at_once(void)
     CHECK(all_equal(values, LONG, 3));
     mp_host_set_inline_bytes(kept);
     backend->event_put(event);
-    backend->table_free(table);
     free(one);
     free(values);
 }
@@ -689,13 +674,12 @@ test_table_set_by_another_thread(void)
     enum { LAUNCHES = 1000 };
     float values[3] = {0}, one = 1;
     mp_row rows[3] = {add_row(&values[0], &one, 1), add_row(&values[1], &one, 1), add_row(&values[2], &one, 1)};
-    mp_table *table = table_of(&rows[0], 1);
     void *failed, *arg[2] = {rows, table};
     size_t kept = mp_host_set_inline_bytes(SIZE_MAX);
     pthread_t thread = spawn(setter_main, arg);
     for (int i = 0; i < LAUNCHES; i++) {
         mp_host_set_inline_bytes(i % 2 ? SIZE_MAX : 0);
-        OK(backend->launch(table, 1, &error));
+        OK(backend->launch(device, &rows[0], 1, 1, &error));
     }
     pthread_join(thread, &failed);
     CHECK(failed == NULL);
@@ -703,7 +687,6 @@ test_table_set_by_another_thread(void)
     mp_host_set_inline_bytes(kept);
     CHECK_EQ(values[0] + values[1], LAUNCHES);
     CHECK_EQ(values[1], values[2]);
-    backend->table_free(table);
 }
 
 /* --- fork --- */
@@ -733,18 +716,16 @@ child_works(void *arg)
     (void)arg;
     float *values = floats(MANY, 0), *one = floats(MANY, 1);
     mp_row row = add_row(values, one, MANY);
-    mp_table *table = table_of(&row, 1);
     mp_event *event = event_new();
-    OK(backend->launch(table, 1, &error));
+    OK(backend->launch(device, &row, 1, 1, &error));
     OK(backend->event_record(event, &error));
     while (!is_done(event)) { /* needs a worker of its own */
         nap(1);
     }
-    OK(backend->launch(table, 1, &error));
+    OK(backend->launch(device, &row, 1, 1, &error));
     OK(backend->synchronize(device, &error));
     CHECK(all_equal(values, MANY, 2));
     backend->event_put(event);
-    backend->table_free(table);
     free(one);
     free(values);
 }
@@ -789,21 +770,19 @@ child_cannot_start_threads(void *arg)
     pending *pending = arg;
     float value = 0, one = 1;
     mp_row row = add_row(&value, &one, 1);
-    mp_table *table = table_of(&row, 1);
     size_t kept = mp_host_set_inline_bytes(0);
     atomic_store(&no_threads, 1);
     OK(backend->event_wait(pending->event, NULL, &error)); /* the waiter does it all */
     CHECK(all_equal(pending->values, pending->numel, pending->expected));
-    CHECK_EQ(backend->launch(table, 1, &error), MP_ERR_DEVICE);
+    CHECK_EQ(backend->launch(device, &row, 1, 1, &error), MP_ERR_DEVICE);
     CHECK(strstr(error.text, "worker thread cannot be started") != NULL);
     OK(backend->synchronize(device, &error));
     CHECK_EQ(value, 0);
     atomic_store(&no_threads, 0);
-    OK(backend->launch(table, 1, &error));
+    OK(backend->launch(device, &row, 1, 1, &error));
     OK(backend->synchronize(device, &error));
     CHECK_EQ(value, 1);
     mp_host_set_inline_bytes(kept);
-    backend->table_free(table);
 }
 
 /* Forks at every stage of a long run of additions, which would tell a piece that ran twice or not at all. */
@@ -815,11 +794,10 @@ test_fork_in_the_middle(void)
                                            child_cannot_start_threads};
     float *values = floats(LONG, 0), *one = floats(LONG, 1);
     mp_row row = add_row(values, one, LONG);
-    mp_table *table = table_of(&row, 1);
     pending pending = {.event = event_new(), .values = values, .numel = LONG};
     for (size_t i = 0; i < 4; i++) {
         for (int launch = 0; launch < LAUNCHES; launch++) {
-            OK(backend->launch(table, 1, &error));
+            OK(backend->launch(device, &row, 1, 1, &error));
         }
         OK(backend->event_record(pending.event, &error));
         pending.expected += LAUNCHES;
@@ -828,7 +806,6 @@ test_fork_in_the_middle(void)
         CHECK(all_equal(values, LONG, pending.expected));
     }
     backend->event_put(pending.event);
-    backend->table_free(table);
     free(one);
     free(values);
 }
@@ -838,12 +815,11 @@ test_fork_while_held(void)
 {
     float value = 0, one = 1;
     mp_row row = add_row(&value, &one, 1);
-    mp_table *table = table_of(&row, 1);
     pending pending = {.event = event_new(), .values = &value, .numel = 1, .expected = 1};
     gate gate;
     size_t kept = mp_host_set_inline_bytes(0);
     gate_close(&gate);
-    OK(backend->launch(table, 1, &error));
+    OK(backend->launch(device, &row, 1, 1, &error));
     OK(backend->event_record(pending.event, &error));
     gate_wait_entered(&gate);
     waiter waiter = {.event = pending.event};
@@ -858,7 +834,6 @@ test_fork_while_held(void)
     gate_open(&gate, kept);
     CHECK_EQ(value, 1);
     backend->event_put(pending.event);
-    backend->table_free(table);
 }
 
 static atomic_int stop_launching;
@@ -993,18 +968,16 @@ test_failed_launch_runs_nothing(void)
 {
     float value = 0, one = 1;
     mp_row row = add_row(&value, &one, 1);
-    mp_table *table = table_of(&row, 1);
     mp_counters before = counters_now();
     mp_host_fail_at(2);
-    OK(backend->launch(table, 1, &error));
-    CHECK_EQ(backend->launch(table, 1, &error), MP_ERR_DEVICE);
+    OK(backend->launch(device, &row, 1, 1, &error));
+    CHECK_EQ(backend->launch(device, &row, 1, 1, &error), MP_ERR_DEVICE);
     CHECK_STR_EQ(error.text, "host launch: made to fail by mp_host_fail_at (call 2)");
-    OK(backend->launch(table, 1, &error)); /* once only */
+    OK(backend->launch(device, &row, 1, 1, &error)); /* once only */
     OK(backend->synchronize(device, &error));
     CHECK_EQ(mp_host_fail_at(0), 4);
     CHECK_EQ(value, 2);
     CHECK_EQ(counters_now().launches, before.launches + 2);
-    backend->table_free(table);
 }
 
 static void
@@ -1065,17 +1038,15 @@ exit_with_pending_work(int held)
     static float values[LONG], one[LONG];
     static gate gate;
     mp_row row = add_row(values, one, LONG);
-    mp_table *table = table_of(&row, 1);
     if (held) {
         gate_close(&gate);
     }
     for (int i = 0; i < 50; i++) {
-        OK(backend->launch(table, 1, &error));
+        OK(backend->launch(device, &row, 1, 1, &error));
     }
     if (held) {
         gate_wait_entered(&gate);
     }
-    backend->table_free(table);
     return check_failures != 0;
 }
 
@@ -1130,8 +1101,7 @@ measure(void)
     printf("%10s %10s %14s %14s %14s\n", "KiB moved", "at once", "launch, asleep", "launch + wait", "non-temporal");
     for (size_t bytes = 3 << 10; bytes / 3 * 2 <= MOST; bytes *= 2) {
         mp_row row = cast_row(src, dst, (int64_t)(bytes / 6));
-        mp_table *table = table_of(&row, 1);
-        mp_host_set_stream_bytes(SIZE_MAX);
+            mp_host_set_stream_bytes(SIZE_MAX);
         mp_host_set_inline_bytes(SIZE_MAX);
         double at_once = measure_launch(table, 0, 0);
         mp_host_set_inline_bytes(0);
@@ -1140,8 +1110,7 @@ measure(void)
         mp_host_set_stream_bytes(0);
         double streamed = measure_launch(table, 1, 0);
         printf("%10zu %10.1f %14.1f %14.1f %14.1f\n", bytes >> 10, at_once, launch, waited, streamed);
-        backend->table_free(table);
-    }
+        }
     free(dst);
     free(src);
     return check_status();
