@@ -654,27 +654,30 @@ test_long_lists_take_several_launches(void)
     fixture_fini(&f);
 }
 
-/* Of a list that needs two launches the second fails: the first is under way and counted. */
+/* Of a list that needs three launches the second fails: the first is under way and counted, the third is not tried. */
 static void
 test_failure_in_a_long_list_is_told(void)
 {
     fixture f;
     mp_counters before, after;
-    mp_row rows[MP_CUDA_ROWS + 1];
+    enum { LENGTH = 2 * MP_CUDA_ROWS + 1 };
+    mp_row rows[LENGTH];
     sim.begin(SIM_LAZY, 1);
     fixture_init(&f);
-    for (size_t j = 0; j <= MP_CUDA_ROWS; j++) {
+    for (size_t j = 0; j < LENGTH; j++) {
         rows[j] = (mp_row){f.master + j, NULL, f.low + j, 1, MP_F32, MP_F32, MP_BF16};
     }
     backend->counters(device, &before);
     sim.fault("cuLaunchKernel", 2, 999, 1);
-    CHECK_EQ(backend->launch(device, rows, MP_CUDA_ROWS + 1, 1.0, &error), MP_ERR_DEVICE);
+    CHECK_EQ(backend->launch(device, rows, LENGTH, 1.0, &error), MP_ERR_DEVICE);
+    CHECK_EQ(sim.calls("cuLaunchKernel"), 2);
     backend->counters(device, &after);
     CHECK_EQ(after.launches - before.launches, 1);
     CHECK_EQ(after.bytes_written - before.bytes_written, 2 * MP_CUDA_ROWS);
     OK(backend->synchronize(device, &error));
     CHECK_EQ(f.low[2], 0x4000);
     CHECK_EQ(f.low[MP_CUDA_ROWS], 0xA5A5);
+    CHECK_EQ(f.low[LENGTH - 1], 0xA5A5);
     fixture_fini(&f);
 }
 
