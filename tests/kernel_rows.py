@@ -36,6 +36,8 @@ CONVERTED: tuple[Shape, ...] = (
     (1330, 1, 0, 0),
     (1330, 3, 1, 0),
     (1330, 2, 4, 0),
+    (1928, 0, 0, 0),
+    (1928, 3, 1, 0),
     (5, 1, 0, 0),
     (1, 0, 0, 0),
     (40, 1, START, 0),
@@ -45,6 +47,8 @@ COMBINED: tuple[Shape, ...] = (
     (531, 3, 1, 0),
     (531, 2, 0, 1),
     (531, 2, 4, 4),
+    (1160, 0, 0, 0),
+    (1424, 1, 1, 1),
     (525, 1, 3, 1),
     (5, 1, 0, 0),
     (300, 1, START, 0),
@@ -184,13 +188,15 @@ class Rows(Table):
                     for shape in shapes(src, add, dst):
                         self.add((src, add, dst), shape)
         self._many = len(self.rows)
-        # Fewer chunks than the grid has warps, into memory that would tell if any of it were done twice.
+        # Fewer chunks than the grid has warps and more, into memory that would tell if any of it were done twice.
         self.add((1, 1, 1), (2 * 1024 + 5, 0, 0, 0), in_place=True)
+        self.add((1, 1, 1), (10 * 1024 + 5, 0, 0, 0), in_place=True)
         self.settle()
 
     def launches(self) -> list[tuple[int, int, int]]:
         return [(at, min(at + MOST_ROWS, self._many), GRID) for at in range(0, self._many, MOST_ROWS)] + [
-            (self._many, len(self.rows), 1)
+            (self._many, self._many + 1, 1),
+            (self._many + 1, self._many + 2, 1),
         ]
 
 
