@@ -15,7 +15,7 @@ from pathlib import Path
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 #: The backend itself: its calls of the driver, and what it refuses.
-BACKEND = ("cuda/backend", "cuda/slot", "cuda/table", "cuda/image")
+BACKEND = ("cuda/backend", "cuda/device", "cuda/launch", "cuda/image")
 #: Who asks the backend for order.
 CALLERS = ("python/engine_pass", "python/engine", "python/event", "python/operations")
 

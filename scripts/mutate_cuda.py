@@ -3,7 +3,7 @@
 
     python scripts/mutate_cuda.py                     every mutant of the C code, a sample of the PTX; writes docs/mutation.md
     python scripts/mutate_cuda.py --sample 0          every mutant of the PTX too
-    python scripts/mutate_cuda.py --only cuda/slot    the mutants whose place or description contains that; no report
+    python scripts/mutate_cuda.py --only cuda/launch  the mutants whose place or description contains that; no report
 
 A mutant of the C code is one call or one check less.  It is compiled into tests/c/test_cuda.c, which runs the backend on the
 simulated driver, and where that notices nothing into a copy of the extension, which trains on it.  A mutant of the kernel
@@ -45,9 +45,10 @@ from simcuda.build import library, locked  # noqa: E402
 CC = os.environ.get("CC", "gcc")
 C_FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O1", "-fPIC", "-pthread", "-w", f"-I{ROOT / 'csrc'}"]
 PROGRAM = ROOT / "tests" / "c" / "test_cuda.c"
-PROGRAM_SOURCES = ("core/backend", *(f"cuda/{name}" for name in ("backend", "driver", "image", "nvrtc", "slot", "table")))
+CUDA_SOURCES = ("backend", "device", "driver", "image", "launch", "nvrtc")
+PROGRAM_SOURCES = ("core/backend", "core/row", *(f"cuda/{name}" for name in CUDA_SOURCES))
 CASTS = tuple(f"host/convert{name}" for name in ("", "_scalar", "_avx2", "_avx512", "_neon"))
-LINKING = ("-pthread", "-Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc,--wrap=free")
+LINKING = ("-pthread", "-Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc")
 #: What the extension is tried with where the C program notices nothing: fast, and about order and errors.
 TRAINING = [
     "test_simulated_calls.py",

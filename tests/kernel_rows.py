@@ -20,6 +20,7 @@ SIZES = (8, 4, 2, 2)  # of float64, float32, bfloat16, float16: mp_dtype of csrc
 NAMES = ("float64", "float32", "bfloat16", "float16")
 NONE = 255
 SHIFT = 10  # chunks of 1024 elements: one full step of the loop with the most loads in flight
+MOST_ROWS = 101  # of one launch: MP_CUDA_ROWS of csrc/cuda/launch.h
 GRID = 3
 
 #: Divisor, and the factor and scaling that the extension makes of it.
@@ -34,6 +35,9 @@ CONVERTED: tuple[Shape, ...] = (
     (2400, 0, 0, 0),
     (1330, 1, 0, 0),
     (1330, 3, 1, 0),
+    (1330, 2, 4, 0),
+    (1928, 0, 0, 0),
+    (1928, 3, 1, 0),
     (5, 1, 0, 0),
     (1, 0, 0, 0),
     (40, 1, START, 0),
@@ -42,6 +46,9 @@ COMBINED: tuple[Shape, ...] = (
     (1100, 0, 0, 0),
     (531, 3, 1, 0),
     (531, 2, 0, 1),
+    (531, 2, 4, 4),
+    (1160, 0, 0, 0),
+    (1424, 1, 1, 1),
     (525, 1, 3, 1),
     (5, 1, 0, 0),
     (300, 1, START, 0),
@@ -57,9 +64,7 @@ def shapes(src: int, add: int, dst: int) -> tuple[Shape, ...]:
     return CONVERTED if src != NONE and add == NONE else COMBINED
 
 
-ROW = np.dtype(
-    [("src", "u8"), ("add", "u8"), ("dst", "u8"), ("numel", "i8"), ("first", "i8"), ("types", "u4"), ("reserved", "u4")]
-)
+ROW = np.dtype([("src", "u8"), ("add", "u8"), ("dst", "u8"), ("numel", "i8"), ("first", "u4"), ("types", "u4")])
 
 
 def values(type_: int, count: int, seed: int) -> np.ndarray:
@@ -87,7 +92,7 @@ class Table:
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, int, int, int, int, int, int]] = []  # types and offsets of src, add, dst; elements
-        self.vectors: list[int] = []  # accesses of 16 bytes so far: loads and stores
+        self.vectors: list[int] = []  # accesses of several words so far: loads and stores
         self._parts: list[np.ndarray] = []
         self._size = 0
 
@@ -130,16 +135,17 @@ class Table:
 
     def launches(self) -> list[tuple[int, int, int]]:
         """Rows from, to, and the grid."""
-        return [(0, len(self.rows), GRID)]
+        return [(at, min(at + MOST_ROWS, len(self.rows)), GRID) for at in range(0, len(self.rows), MOST_ROWS)]
 
     def _table(self, begin: int, end: int) -> tuple[np.ndarray, int]:
-        """What the kernel reads for some of the rows, and the chunks in all.  As csrc/cuda/table.c makes it."""
+        """What the kernel gets for some of the rows, and the chunks in all.  As csrc/cuda/launch.c makes it; rows that are
+        not there would write far away."""
         base, chunk = self.memory.ctypes.data, 0
-        table = np.zeros(end - begin, ROW)
+        table = np.full(MOST_ROWS, np.array((8, 8, 8, 1, 0, 0x010101), ROW))
         for i, (src, add, dst, s, a, d, numel) in enumerate(self.rows[begin:end]):
             types = src | add << 8 | dst << 16
             addresses = (base + s if src != NONE else 0, base + a if add != NONE else 0, base + d)
-            table[i] = (*addresses, numel, chunk, types, 0)
+            table[i] = (*addresses, numel, chunk, types)
             head = min(numel, (-(base + d) % 16) // SIZES[dst])
             chunk += max(1, -((head - numel) >> SHIFT))
         return table, chunk
@@ -157,19 +163,17 @@ class Table:
         driver.start()
         stream = driver.stream()
         sim.register(self.memory.ctypes.data, self.memory.nbytes, "rows", keep=self)
-        tables = [(*self._table(begin, end), grid) for begin, end, grid in self.launches()]
-        for table, *_ in tables:
-            sim.register(table.ctypes.data, table.nbytes, "table", keep=table)
+        tables = [(*self._table(begin, end), end - begin, grid) for begin, end, grid in self.launches()]
         _, function = driver.function(image, "mp_cast")
         for _, factor, scaling in scalings:
             self.memory[:] = self.initial
-            for table, chunks, grid in tables:
-                arguments = [C.c_uint64(table.ctypes.data), C.c_uint32(len(table)), C.c_uint32(SHIFT), C.c_int64(chunks)]
-                arguments += [C.c_double(factor), C.c_uint32(scaling)]
+            for table, chunks, count, grid in tables:
+                arguments = [(C.c_char * table.nbytes).from_buffer(table), C.c_uint32(count), C.c_uint32(SHIFT)]
+                arguments += [C.c_uint32(chunks), C.c_uint32(scaling), C.c_double(factor)]
                 driver.launch(function, stream, arguments, grid=grid, block=256)
             driver.cuStreamSynchronize(stream)
             assert sim.report() == []
-            self.vectors = [sim.executed("mp_cast", name) for name in ("ld.global.v4", "st.global.v4")]
+            self.vectors = [sim.executed("mp_cast", name) for name in ("ld.global.v", "st.global.v")]
             yield self.memory.copy()
 
 
@@ -184,12 +188,16 @@ class Rows(Table):
                     for shape in shapes(src, add, dst):
                         self.add((src, add, dst), shape)
         self._many = len(self.rows)
-        # Fewer chunks than the grid has warps, into memory that would tell if any of it were done twice.
+        # Fewer chunks than the grid has warps and more, into memory that would tell if any of it were done twice.
         self.add((1, 1, 1), (2 * 1024 + 5, 0, 0, 0), in_place=True)
+        self.add((1, 1, 1), (10 * 1024 + 5, 0, 0, 0), in_place=True)
         self.settle()
 
     def launches(self) -> list[tuple[int, int, int]]:
-        return [(0, self._many, GRID), (self._many, len(self.rows), 1)]
+        return [(at, min(at + MOST_ROWS, self._many), GRID) for at in range(0, self._many, MOST_ROWS)] + [
+            (self._many, self._many + 1, 1),
+            (self._many + 1, self._many + 2, 1),
+        ]
 
 
 def main(image: str, capability: str, expected: str) -> int:

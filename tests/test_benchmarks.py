@@ -19,6 +19,7 @@ RESULTS = {
     "cast": {"cast": "ddp_mp", "cast-model": "ddp_mp"},
     "memory": {"memory": None},
     "scaling": {"scaling-plan": "plan us", "scaling-model": "step ms"},
+    "launches": {"launches": None},
 }
 
 

@@ -67,7 +67,7 @@ def test_kernel_rows_equal_the_host_backend_on_every_architecture(image: bytes, 
     results = list(rows.run(ptx_of(image)[capability].encode() + b"\0", capability))
     for got, (divisor, _, _) in zip(results, SCALINGS, strict=True):
         assert equal_but_for_nan(rows, got, by_the_host(rows, divisor)), f"divisor {divisor}"
-    assert min(rows.vectors) > 10_000  # most goes 16 bytes at a time
+    assert min(rows.vectors) > 10_000  # most goes several words at a time
 
 
 def test_mutation_script_finds_mutants_and_kills_some(image: bytes) -> None:
@@ -79,7 +79,7 @@ def test_mutation_script_finds_mutants_and_kills_some(image: bytes) -> None:
         original = (ROOT / "csrc" / f"{stem}.c").read_text()
         assert all(mutant.text != original for mutant in mutants)
         assert len({mutant.what for mutant in mutants}) == len(mutants)
-    assert sum(len(mutants_of(stem)) for stem in BACKEND) > 100
+    assert sum(len(mutants_of(stem)) for stem in BACKEND) > 60
     texts = architectures_of(image)
     assert sorted(a for architectures in texts.values() for a in architectures) == [75, 80, 90, 100, 120]
     for text, (first, *_) in texts.items():

@@ -320,8 +320,8 @@ dist.destroy_process_group()
 
 OPENING_CALLS = (
     *("cuInit", "cuDriverGetVersion", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetAttribute", "cuDevicePrimaryCtxRetain"),
-    *("cuCtxPushCurrent", "cuCtxGetStreamPriorityRange", "cuStreamCreateWithPriority", "cuModuleLoadData"),
-    *("cuModuleGetFunction", "cuOccupancyMaxActiveBlocksPerMultiprocessor", "cuMemHostAlloc", "cuMemAlloc", "cuCtxPopCurrent"),
+    *("cuCtxPushCurrent", "cuStreamCreateWithPriority", "cuModuleLoadData"),
+    *("cuModuleGetFunction", "cuOccupancyMaxActiveBlocksPerMultiprocessor", "cuCtxPopCurrent"),
 )
 
 

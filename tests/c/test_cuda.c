@@ -1,7 +1,7 @@
 /* Tests of the CUDA backend, against the simulated driver of tests/simcuda: opening and its failures, conversion bit
- * for bit, uploads, order between streams, memory that is in use, events, capture, faults, fork.
+ * for bit, long lists of rows, order between streams, events, capture, faults, fork.
  *
- * gcc -std=c11 -D_GNU_SOURCE -O1 -g -Wall -Wextra -Werror -pthread -fsanitize=address,undefined -Icsrc -Itests/simcuda tests/c/test_cuda.c csrc/core/backend.c csrc/cuda/backend.c csrc/cuda/driver.c csrc/cuda/image.c csrc/cuda/nvrtc.c csrc/cuda/slot.c csrc/cuda/table.c csrc/host/convert.c csrc/host/convert_scalar.c csrc/host/convert_avx2.c csrc/host/convert_avx512.c csrc/host/convert_neon.c -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc,--wrap=free -ldl -lm -o test_cuda
+ * gcc -std=c11 -D_GNU_SOURCE -O1 -g -Wall -Wextra -Werror -pthread -fsanitize=address,undefined -Icsrc -Itests/simcuda tests/c/test_cuda.c csrc/core/backend.c csrc/core/row.c csrc/cuda/backend.c csrc/cuda/device.c csrc/cuda/driver.c csrc/cuda/image.c csrc/cuda/launch.c csrc/cuda/nvrtc.c csrc/host/convert.c csrc/host/convert_scalar.c csrc/host/convert_avx2.c csrc/host/convert_avx512.c csrc/host/convert_neon.c -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc -ldl -lm -o test_cuda
  *
  * DDP_MP_SIMCUDA names the simulated libcuda.so.1 and DDP_MP_IMAGE the file that kernels/build_image.py makes.  Without
  * them, all that is tested is that a machine without a driver is told so.
@@ -25,7 +25,7 @@
 #include "check.h"
 #include "cuda/device.h"
 #include "cuda/embedded.h"
-#include "cuda/slot.h"
+#include "cuda/launch.h"
 #include "malloc_fault.h"
 #include "simcuda.h"
 
@@ -52,7 +52,6 @@ typedef struct driver {
     int (*cuStreamCreate)(void **stream, unsigned flags);
     int (*cuStreamBeginCapture)(void *stream, int mode);
     int (*cuStreamEndCapture)(void *stream, void **graph);
-    int (*cuThreadExchangeStreamCaptureMode)(int *mode);
     int (*cuCtxGetCurrent)(void **context);
     int (*cuCtxPushCurrent)(void *context);
     int (*cuCtxPopCurrent)(void **context);
@@ -76,7 +75,6 @@ typedef struct driver {
                 const char *label);
     int (*access)(void *stream, const sim_range *ranges, size_t count, const char *label);
     int (*enter)(void *stream);
-    int (*step)(int count);
 } driver;
 
 static driver sim;
@@ -118,7 +116,6 @@ load_simulator(const char *path)
     resolve(library, &sim.cuStreamCreate, "cuStreamCreate");
     resolve(library, &sim.cuStreamBeginCapture, "cuStreamBeginCapture_v2");
     resolve(library, &sim.cuStreamEndCapture, "cuStreamEndCapture");
-    resolve(library, &sim.cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode");
     resolve(library, &sim.cuCtxGetCurrent, "cuCtxGetCurrent");
     resolve(library, &sim.cuCtxPushCurrent, "cuCtxPushCurrent_v2");
     resolve(library, &sim.cuCtxPopCurrent, "cuCtxPopCurrent_v2");
@@ -141,7 +138,6 @@ load_simulator(const char *path)
     resolve(library, &sim.work, "sim_work");
     resolve(library, &sim.access, "sim_access");
     resolve(library, &sim.enter, "sim_enter");
-    resolve(library, &sim.step, "sim_step");
 }
 
 static void
@@ -184,58 +180,43 @@ new_stream(void)
     return stream;
 }
 
-/* A table with a float32 -> bfloat16 row, the values that it reads and where they go.  Rows of one element pad it to a
- * size that few tests use, where a test wants to see its own slots being used again. */
+/* A float32 -> bfloat16 row, the values that it reads and where they go. */
 #define COUNT 3000
-#define MAX_PAD 400
 typedef struct fixture {
     float *master;
-    uint16_t *low, *padding;
-    mp_row row; /* the first, which tests change */
-    size_t pad;
-    mp_table *table;
+    uint16_t *low;
+    mp_row row; /* which tests change */
 } fixture;
-
-static mp_status
-set_rows(fixture *f)
-{
-    static mp_row rows[1 + MAX_PAD];
-    rows[0] = f->row;
-    for (size_t i = 0; i < f->pad; i++) {
-        rows[1 + i] = (mp_row){NULL, NULL, f->padding + i, 1, MP_F32, MP_F32, MP_BF16};
-    }
-    return backend->table_set(f->table, rows, 1 + f->pad, &error);
-}
-
-static void
-fixture_init_padded(fixture *f, size_t pad)
-{
-    f->master = device_memory(COUNT * sizeof *f->master, "master");
-    f->low = device_memory(COUNT * sizeof *f->low, "low");
-    f->padding = device_memory((1 + pad) * sizeof *f->padding, "padding");
-    f->pad = pad;
-    for (int i = 0; i < COUNT; i++) {
-        f->master[i] = (float)i;
-    }
-    f->row = (mp_row){f->master, NULL, f->low, COUNT, MP_F32, MP_F32, MP_BF16};
-    OK(backend->table_new(device, &f->table, &error));
-    OK(set_rows(f));
-}
 
 static void
 fixture_init(fixture *f)
 {
-    fixture_init_padded(f, 0);
+    f->master = device_memory(COUNT * sizeof *f->master, "master");
+    f->low = device_memory(COUNT * sizeof *f->low, "low");
+    for (int i = 0; i < COUNT; i++) {
+        f->master[i] = (float)i;
+    }
+    f->row = (mp_row){f->master, NULL, f->low, COUNT, MP_F32, MP_F32, MP_BF16};
 }
 
 static void
 fixture_fini(fixture *f)
 {
     OK(backend->synchronize(device, &error));
-    backend->table_free(f->table);
     release(f->master);
     release(f->low);
-    release(f->padding);
+}
+
+static mp_status
+launch(const fixture *f)
+{
+    return backend->launch(device, &f->row, 1, 1.0, &error);
+}
+
+static mp_status
+launch_on(const fixture *f, void *stream)
+{
+    return backend->launch_on(device, &f->row, 1, 1.0, stream, &error);
 }
 
 /* Queues `value` for every master on the stream, as an optimizer would write it. */
@@ -422,14 +403,12 @@ test_open_survives_every_fault(void)
         CHECK_EQ(sim.live("contexts"), 0);
         CHECK_EQ(sim.live("streams"), 0);
         CHECK_EQ(sim.live("modules"), 0);
-        CHECK_EQ(sim.live("device"), 0);
-        CHECK_EQ(sim.live("pinned"), 0);
         if (nth > 200) {
             CHECK(nth <= 200);
             break;
         }
     }
-    CHECK(faults >= 15);
+    CHECK(faults >= 12);
     sim.begin(SIM_EAGER, 1); /* the last fault is still to come */
 }
 
@@ -550,18 +529,18 @@ trial_check(trial *t, double divisor)
     release(t->host_dst);
 }
 
+enum { MOST_ROWS = MP_CUDA_ROWS + 12 };
+
 static void
 test_launch_converts_as_the_host(mp_device *on, int rounds)
 {
     static const double divisors[] = {1,    1,       2,       3,        1024,    0.5,      -4,       7, 0.1,
                                       1e30, 8,       0x1p130, 0x1p-140, 0x1p126, 0x1p-126, -0x1p125};
-    mp_table *table;
-    OK(backend->table_new(on, &table, &error));
+    static trial trials[MOST_ROWS];
+    static mp_row rows[MOST_ROWS];
     for (int round = 0; round < rounds; round++) {
         sim.begin(schedules[round % 4], (uint64_t)round);
-        trial trials[12];
-        mp_row rows[12];
-        const size_t count = 1 + next() % 12;
+        const size_t count = round % 20 == 19 ? MOST_ROWS : 1 + next() % 12; /* in two launches, and in one */
         const double divisor = divisors[next() % (sizeof divisors / sizeof *divisors)];
         for (size_t i = 0; i < count; i++) {
             trial_init(&trials[i]);
@@ -570,124 +549,165 @@ test_launch_converts_as_the_host(mp_device *on, int rounds)
             sim.disown(trials[i].dst), sim.own(trials[i].dst, trials[i].room, "dst", -1);
             rows[i] = trials[i].row;
         }
-        OK(backend->table_set(table, rows, count, &error));
-        OK(backend->launch(table, divisor, &error));
+        if (round % 2 == 0) {
+            OK(backend->launch(on, rows, count, divisor, &error));
+        }
+        else {
+            OK(backend->launch_on(on, rows, count, divisor, backend->native_stream(on), &error));
+        }
+        memset(rows, 0xff, count * sizeof *rows); /* borrowed for the call only */
         OK(backend->synchronize(on, &error));
         expect_clean();
         for (size_t i = 0; i < count; i++) {
             trial_check(&trials[i], divisor);
         }
     }
-    backend->table_free(table);
 }
 
 static void
-test_table_empty_launches_nothing(void)
+test_launch_without_elements_calls_nothing(void)
 {
-    mp_table *table;
     const mp_row empty[] = {{NULL, NULL, NULL, 0, MP_F32, MP_F32, MP_BF16},
                             {NULL, NULL, NULL, 0, MP_F64, MP_F64, MP_F16}};
     sim.begin(SIM_LAZY, 1);
-    OK(backend->table_new(device, &table, &error));
-    OK(backend->launch(table, 1.0, &error));
-    OK(backend->table_set(table, NULL, 0, &error));
-    OK(backend->launch(table, 1.0, &error));
-    OK(backend->table_set(table, empty, 2, &error));
-    OK(backend->launch(table, 2.0, &error));
+    OK(backend->launch(device, NULL, 0, 1.0, &error));
+    OK(backend->launch_on(device, NULL, 0, 1.0, NULL, &error));
+    OK(backend->launch(device, empty, 2, 2.0, &error));
     CHECK_EQ(sim.calls("cuLaunchKernel"), 0);
-    CHECK_EQ(sim.calls("cuMemcpyHtoDAsync"), 0);
-    backend->table_free(table);
-    backend->table_free(NULL);
 }
 
 static void
-test_table_set_refuses_bad_rows(void)
+test_launch_refuses_bad_rows(void)
 {
     fixture f;
     sim.begin(SIM_LAZY, 1);
     fixture_init(&f);
-    mp_row row = f.row;
-    row.numel = -1;
-    CHECK_EQ(backend->table_set(f.table, &row, 1, &error), MP_ERR_ARGUMENT);
-    row.numel = INT64_MAX;
-    CHECK_EQ(backend->table_set(f.table, &row, 1, &error), MP_ERR_ARGUMENT);
-    row = f.row;
-    row.dst = NULL;
-    CHECK_EQ(backend->table_set(f.table, &row, 1, &error), MP_ERR_ARGUMENT);
-    row.dst = (char *)f.low + 1;
-    CHECK_EQ(backend->table_set(f.table, &row, 1, &error), MP_ERR_ARGUMENT);
-    CHECK_STR_EQ(error.text, "row 0: dst is not aligned to its elements");
-    row = f.row;
-    row.src_dtype = MP_DTYPE_NONE;
-    CHECK_EQ(backend->table_set(f.table, &row, 1, &error), MP_ERR_ARGUMENT);
-    CHECK_EQ(backend->table_set(f.table, NULL, 3, &error), MP_ERR_ARGUMENT);
-    CHECK_EQ(backend->table_set(f.table, &f.row, (size_t)INT32_MAX + 1, &error), MP_ERR_ARGUMENT);
-    CHECK_STR_EQ(error.text, "2147483648 rows are too many for one table");
-    mp_row huge[17];
-    for (size_t i = 0; i < 17; i++) {
-        huge[i] = f.row;
-        huge[i].numel = INT64_MAX / 16;
+    const struct {
+        mp_row row;
+        const char *text;
+    } cases[] = {
+        {{f.master, NULL, f.low, -1, MP_F32, MP_F32, MP_BF16}, "row 1: numel is negative or too large"},
+        {{f.master, NULL, f.low, INT64_MAX, MP_F32, MP_F32, MP_BF16}, "row 1: numel is negative or too large"},
+        {{f.master, NULL, f.low, (int64_t)1 << 38, MP_F32, MP_F32, MP_BF16}, "row 1: numel is negative or too large"},
+        {{f.master, NULL, NULL, 8, MP_F32, MP_F32, MP_BF16}, "row 1: dst is NULL"},
+        {{f.master, NULL, f.low, 8, MP_DTYPE_NONE, MP_F32, MP_BF16}, "row 1: src has an unknown type"},
+        {{f.master, f.master, f.low, 8, MP_F32, MP_NDTYPE, MP_BF16}, "row 1: add has an unknown type"},
+        {{f.master, NULL, f.low, 8, MP_F32, MP_F32, MP_NDTYPE}, "row 1: dst has an unknown type"},
+        {{(char *)f.master + 2, NULL, f.low, 8, MP_F32, MP_F32, MP_BF16}, "row 1: src is not aligned to its elements"},
+        {{NULL, (char *)f.master + 1, f.low, 8, MP_F32, MP_F16, MP_BF16}, "row 1: add is not aligned to its elements"},
+        {{f.master, NULL, (char *)f.low + 1, 8, MP_F32, MP_F32, MP_BF16}, "row 1: dst is not aligned to its elements"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const mp_row rows[] = {f.row, cases[i].row};
+        CHECK_EQ(backend->launch(device, rows, 2, 1.0, &error), MP_ERR_ARGUMENT);
+        CHECK_STR_EQ(error.text, cases[i].text);
+        CHECK_EQ(backend->launch_on(device, rows, 2, 1.0, NULL, &error), MP_ERR_ARGUMENT);
     }
-    CHECK_EQ(backend->table_set(f.table, huge, 17, &error), MP_ERR_ARGUMENT);
-    CHECK_STR_EQ(error.text, "row 16: too many elements in all");
-    OK(backend->launch(f.table, 1.0, &error)); /* still the good row */
+    CHECK_EQ(backend->launch(device, NULL, 3, 1.0, &error), MP_ERR_ARGUMENT);
+    CHECK_EQ(sim.calls("*"), 0); /* of what is refused nothing is launched */
+    OK(launch(&f));
     OK(backend->synchronize(device, &error));
     CHECK_EQ(f.low[1], 0x3f80);
     fixture_fini(&f);
 }
 
-/* ---- Uploads ---- */
+/* ---- Lists of rows ---- */
 
+/* As many launches as the arguments of a kernel need, and nothing but launches. */
 static void
-test_launch_sends_only_changed_rows(void)
+test_long_lists_take_several_launches(void)
 {
+    const struct {
+        size_t rows, launches;
+    } cases[] = {{1, 1}, {MP_CUDA_ROWS, 1}, {MP_CUDA_ROWS + 1, 2}, {2 * MP_CUDA_ROWS, 2}, {2 * MP_CUDA_ROWS + 1, 3}};
     fixture f;
     mp_counters before, after;
+    void *stream = new_stream();
+    static mp_row rows[2 * (2 * MP_CUDA_ROWS + 1)];
     fixture_init(&f);
-    for (size_t i = 0; i < schedule_count; i++) {
-        sim.begin(schedules[i], i);
-        mp_row row = f.row;
-        row.numel = COUNT - 1 - (int64_t)i; /* not what the last turn left */
-        OK(backend->table_set(f.table, &row, 1, &error));
-        OK(backend->launch(f.table, 1.0, &error));
-        backend->counters(device, &before);
-        for (int step = 0; step < 5; step++) {
-            OK(backend->table_set(f.table, &row, 1, &error));
-            OK(backend->launch(f.table, 1.0, &error));
+    for (size_t i = 0; i < 2 * sizeof cases / sizeof *cases; i++) {
+        const size_t count = cases[i / 2].rows, launches = cases[i / 2].launches;
+        sim.begin(SIM_LAZY, i);
+        for (size_t j = 0; j < count; j++) {
+            rows[2 * j] = (mp_row){NULL, NULL, NULL, 0, MP_F32, MP_F32, MP_F32}; /* takes no room */
+            rows[2 * j + 1] = (mp_row){f.master + 3 * j, NULL, f.low + 3 * j, 3, MP_F32, MP_F32, MP_BF16};
         }
+        memset(f.low, 0, COUNT * sizeof *f.low);
+        backend->counters(device, &before);
+        OK(i % 2 ? backend->launch_on(device, rows, 2 * count, 1.0, stream, &error)
+                 : backend->launch(device, rows, 2 * count, 1.0, &error));
         backend->counters(device, &after);
-        CHECK_EQ(after.uploads, before.uploads);
-        CHECK_EQ(after.launches, before.launches + 5);
-        CHECK_EQ(after.bytes_read, before.bytes_read + 20 * (uint64_t)row.numel);
-        CHECK_EQ(after.bytes_written, before.bytes_written + 10 * (uint64_t)row.numel);
-        row.numel--;
-        OK(backend->table_set(f.table, &row, 1, &error));
-        OK(backend->launch(f.table, 1.0, &error));
-        backend->counters(device, &after);
-        CHECK_EQ(after.uploads, before.uploads + 1);
+        CHECK_EQ(sim.calls("cuLaunchKernel"), launches);
+        CHECK_EQ(sim.calls("*"), launches + 2); /* and the context */
+        CHECK_EQ(after.launches - before.launches, launches);
+        CHECK_EQ(after.bytes_read - before.bytes_read, 12 * count);
+        CHECK_EQ(after.bytes_written - before.bytes_written, 6 * count);
+        OK(backend->synchronize(device, &error));
+        CHECK_EQ(sim.cuStreamSynchronize(stream), 0);
         expect_clean();
+        for (size_t k = 0; k < COUNT; k++) {
+            uint16_t want = 0;
+            mp_cast_select("scalar")->cast[MP_F32][MP_BF16](&f.master[k], &want, 1);
+            CHECK_EQ(f.low[k], k < 3 * count ? want : 0);
+        }
     }
     fixture_fini(&f);
 }
 
-/* Rows that change in every step, with work pending: staging and device memory in use are never written. */
+/* Of a list that needs three launches the second fails: the first is under way and counted, the third is not tried. */
 static void
-test_table_changes_while_work_is_pending(void)
+test_failure_in_a_long_list_is_told(void)
 {
-    enum { TABLES = 5, STEPS = 12 };
-    fixture f[TABLES];
+    fixture f;
+    mp_counters before, after;
+    enum { LENGTH = 2 * MP_CUDA_ROWS + 1 };
+    mp_row rows[LENGTH];
+    sim.begin(SIM_LAZY, 1);
+    fixture_init(&f);
+    for (size_t j = 0; j < LENGTH; j++) {
+        rows[j] = (mp_row){f.master + j, NULL, f.low + j, 1, MP_F32, MP_F32, MP_BF16};
+    }
+    backend->counters(device, &before);
+    sim.fault("cuLaunchKernel", 2, 999, 1);
+    CHECK_EQ(backend->launch(device, rows, LENGTH, 1.0, &error), MP_ERR_DEVICE);
+    CHECK_EQ(sim.calls("cuLaunchKernel"), 2);
+    backend->counters(device, &after);
+    CHECK_EQ(after.launches - before.launches, 1);
+    CHECK_EQ(after.bytes_written - before.bytes_written, 2 * MP_CUDA_ROWS);
+    OK(backend->synchronize(device, &error));
+    CHECK_EQ(f.low[2], 0x4000);
+    CHECK_EQ(f.low[MP_CUDA_ROWS], 0xA5A5);
+    CHECK_EQ(f.low[LENGTH - 1], 0xA5A5);
+    fixture_fini(&f);
+}
+
+/* Launches on the private stream leave room beside them; those on a caller's stream take what the device has. */
+static void
+test_grids_follow_from_the_device(void)
+{
+    CHECK(device->private_grid > 0 && device->private_grid < device->grid);
+    CHECK_EQ(device->grid % device->private_grid, 0);
+    CHECK_EQ(device->grid / device->private_grid, 6 / MP_CUDA_PRIVATE_BLOCKS); /* six blocks of sm_90 fit there */
+}
+
+/* Rows that change in every step, with work pending: each launch has those that it was made with. */
+static void
+test_rows_change_while_work_is_pending(void)
+{
+    enum { LISTS = 5, STEPS = 12 };
+    fixture f[LISTS];
     void *stream = new_stream();
     for (size_t s = 0; s < schedule_count; s++) {
         sim.begin(schedules[s], s);
-        for (int i = 0; i < TABLES; i++) {
+        for (int i = 0; i < LISTS; i++) {
             fixture_init(&f[i]);
         }
         for (int step = 0; step < STEPS; step++) {
-            for (int i = 0; i < TABLES; i++) {
-                f[i].row.numel = COUNT - step;
-                OK(backend->table_set(f[i].table, &f[i].row, 1, &error));
+            for (int i = 0; i < LISTS; i++) {
+                f[i].row.dst = f[i].low + step; /* so that element `step` is the first */
+                f[i].row.numel = COUNT - STEPS;
                 OK(backend->order_after(device, stream, &error));
-                OK(backend->launch(f[i].table, 1.0, &error));
+                OK(launch(&f[i]));
                 if (i % 2) {
                     /* On both streams, ordered by an event as the engine would. */
                     mp_event *event;
@@ -695,178 +715,20 @@ test_table_changes_while_work_is_pending(void)
                     OK(backend->event_record(event, &error));
                     OK(backend->event_wait(event, stream, &error));
                     backend->event_put(event);
-                    OK(backend->launch_on(f[i].table, 1.0, stream, &error));
+                    OK(launch_on(&f[i], stream));
                 }
+                f[i].row = (mp_row){f[i].master, NULL, NULL, 1, MP_F32, MP_F32, MP_BF16};
             }
         }
         CHECK_EQ(sim.blocking(), 0);
         OK(backend->order_after(device, stream, &error));
         OK(backend->synchronize(device, &error));
         expect_clean();
-        for (int i = 0; i < TABLES; i++) {
-            fixture_fini(&f[i]);
-        }
-    }
-}
-
-/* A table that is sent on a caller's stream and used on the private one at once. */
-static void
-test_table_sent_on_one_stream_is_ready_on_others(void)
-{
-    void *first = new_stream(), *second = new_stream();
-    for (size_t s = 0; s < schedule_count; s++) {
-        fixture f;
-        sim.begin(schedules[s], s);
-        fixture_init(&f);
-        mp_row row = f.row;
-        row.src = NULL; /* writes zeros: then the launches below do not race over the masters */
-        row.dst = f.low;
-        row.numel = 8;
-        OK(backend->table_set(f.table, &row, 1, &error));
-        OK(backend->launch_on(f.table, 1.0, first, &error));
-        OK(backend->order_after(device, first, &error));
-        OK(backend->launch(f.table, 1.0, &error));
-        OK(backend->order_after(device, first, &error));
-        mp_event *event;
-        OK(backend->event_get(device, &event, &error));
-        OK(backend->event_record(event, &error));
-        OK(backend->event_wait(event, second, &error));
-        OK(backend->launch_on(f.table, 1.0, second, &error));
-        OK(backend->order_after(device, second, &error));
-        backend->event_put(event);
-        OK(backend->synchronize(device, &error));
-        expect_clean();
-        fixture_fini(&f);
-    }
-}
-
-/* No race over the memory of tables: what the test itself leaves unordered is about its own memory. */
-static void
-expect_tables_ordered(void)
-{
-    CHECK(strstr(sim.report(), " memory #") == NULL);
-    CHECK_EQ(sim.report_count("*"), sim.report_count("RACE"));
-}
-
-/* Callers that forget to order launches of one table get a race over its rows' memory, and none over the table's. */
-static void
-test_table_is_ordered_where_callers_forget(void)
-{
-    void *const streams[] = {new_stream(), new_stream(), new_stream()};
-    for (int seed = 0; seed < 8; seed++) {
-        fixture f;
-        sim.begin(schedules[seed % 4], (uint64_t)seed);
-        fixture_init_padded(&f, 25);
-        for (int step = 0; step < 9; step++) {
-            f.row.numel = 8 + step / 3;
-            OK(set_rows(&f));
-            OK(backend->launch_on(f.table, 1.0, streams[(seed + step) % 3], &error));
-            OK(backend->launch_on(f.table, 1.0, streams[step % 3], &error));
-            OK(backend->launch(f.table, 1.0, &error));
-        }
-        for (int i = 0; i < 3; i++) {
-            CHECK_EQ(sim.cuStreamSynchronize(streams[i]), 0);
-        }
-        OK(backend->synchronize(device, &error));
-        expect_tables_ordered();
-        fixture_fini(&f);
-    }
-}
-
-static mp_status
-launch_somewhere(mp_table *table, void *stream)
-{
-    return stream != NULL ? backend->launch_on(table, 1.0, stream, &error) : backend->launch(table, 1.0, &error);
-}
-
-/* A slot given back with work pending is not taken: its copy alone (the launch failed), its copy that no event marks,
- * its launch on either stream after the copy is done.  Each has a size of its own, so that the queue holds nothing
- * else. */
-static void
-test_slot_in_use_is_not_taken(void)
-{
-    void *stream = new_stream();
-    const struct {
-        const char *failing;
-        size_t pad;
-        int steps;          /* operations that run before the rows change */
-        void *first, *then; /* NULL: the private stream */
-    } cases[] = {
-        {"cuLaunchKernel", 25, 0, stream, NULL},
-        {"cuEventRecord", 50, 0, stream, NULL},
-        {NULL, 100, 1, stream, NULL},
-        {NULL, 200, 1, NULL, stream},
-    };
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        fixture f;
-        sim.begin(SIM_LAZY, 1);
-        fixture_init_padded(&f, cases[i].pad);
-        if (cases[i].failing != NULL) {
-            sim.fault(cases[i].failing, 1, 999, 1);
-        }
-        CHECK_EQ(launch_somewhere(f.table, cases[i].first), cases[i].failing != NULL ? MP_ERR_DEVICE : MP_OK);
-        sim.step(cases[i].steps);
-        for (int step = 0; step < 3; step++) {
-            f.row.numel--;
-            OK(set_rows(&f));
-            OK(launch_somewhere(f.table, cases[i].then));
-        }
-        CHECK_EQ(sim.cuStreamSynchronize(stream), 0);
-        OK(backend->synchronize(device, &error));
-        expect_tables_ordered();
-        fixture_fini(&f);
-    }
-}
-
-/* Two streams that nobody ordered: the second's launch stands for the first's, so it does not end before that. */
-static void
-test_slot_in_use_by_two_streams_is_not_taken(void)
-{
-    fixture f;
-    void *first = new_stream(), *second = new_stream();
-    sim.begin(SIM_LAZY, 1);
-    fixture_init_padded(&f, 400); /* alone in its queue */
-    OK(backend->launch_on(f.table, 1.0, first, &error));
-    OK(backend->launch_on(f.table, 1.0, second, &error));
-    CHECK_EQ(sim.cuStreamSynchronize(second), 0);
-    for (int step = 0; step < 3; step++) {
-        f.row.numel--;
-        OK(set_rows(&f));
-        OK(backend->launch(f.table, 1.0, &error));
-    }
-    CHECK_EQ(sim.cuStreamSynchronize(first), 0);
-    OK(backend->synchronize(device, &error));
-    expect_tables_ordered();
-    fixture_fini(&f);
-}
-
-/* Slots that go from a table used on one stream to a table used on another. */
-static void
-test_slots_change_streams(void)
-{
-    void *const streams[] = {new_stream(), new_stream()};
-    for (int seed = 0; seed < 8; seed++) {
-        fixture f[3];
-        sim.begin(schedules[seed % 4], (uint64_t)seed);
-        for (int i = 0; i < 3; i++) {
-            fixture_init_padded(&f[i], 50);
-        }
-        for (int step = 0; step < 12; step++) {
-            fixture *g = &f[(step + seed) % 3];
-            g->row.numel = 8 + step;
-            OK(set_rows(g));
-            if (g == &f[2]) {
-                OK(backend->launch(g->table, 1.0, &error));
+        for (int i = 0; i < LISTS; i++) {
+            for (int step = 0; step < STEPS; step++) {
+                CHECK_EQ(f[i].low[step], 0); /* master 0 */
             }
-            else {
-                OK(backend->launch_on(g->table, 1.0, streams[g == &f[1]], &error));
-            }
-        }
-        CHECK_EQ(sim.cuStreamSynchronize(streams[0]), 0);
-        CHECK_EQ(sim.cuStreamSynchronize(streams[1]), 0);
-        OK(backend->synchronize(device, &error));
-        expect_clean();
-        for (int i = 0; i < 3; i++) {
+            CHECK_EQ(f[i].low[STEPS], 0x3f80);
             fixture_fini(&f[i]);
         }
     }
@@ -880,7 +742,7 @@ one_step(fixture *f, void *stream, float value)
     mp_event *event;
     write_masters(f, stream, value);
     OK(backend->order_after(device, stream, &error));
-    OK(backend->launch(f->table, 1.0, &error));
+    OK(launch(f));
     OK(backend->event_get(device, &event, &error));
     OK(backend->event_record(event, &error));
     OK(backend->event_wait(event, stream, &error));
@@ -899,16 +761,14 @@ test_step_is_ordered_and_cheap(void)
         void *stream = streams[s % 2];
         one_step(&f, stream, 1.0f);
         one_step(&f, stream, 2.0f);
-        const uint64_t allocations = sim.calls("cuMemAlloc") + sim.calls("cuMemHostAlloc") +
-                                     sim.calls("cuEventCreate");
+        const uint64_t created = sim.calls("cuEventCreate");
         const uint64_t launches = sim.calls("cuLaunchKernel"), records = sim.calls("cuEventRecord");
-        const uint64_t waits = sim.calls("cuStreamWaitEvent"), copies = sim.calls("cuMemcpyHtoDAsync");
+        const uint64_t waits = sim.calls("cuStreamWaitEvent");
         one_step(&f, stream, 3.0f);
         CHECK_EQ(sim.calls("cuLaunchKernel") - launches, 1);
         CHECK_EQ(sim.calls("cuEventRecord") - records, 2);
         CHECK_EQ(sim.calls("cuStreamWaitEvent") - waits, 2);
-        CHECK_EQ(sim.calls("cuMemcpyHtoDAsync") - copies, 0);
-        CHECK_EQ(sim.calls("cuMemAlloc") + sim.calls("cuMemHostAlloc") + sim.calls("cuEventCreate"), allocations);
+        CHECK_EQ(sim.calls("cuEventCreate"), created);
         CHECK_EQ(sim.blocking(), 0);
         expect_clean();
     }
@@ -924,7 +784,7 @@ test_missing_order_is_reported(void)
     sim.begin(SIM_LAZY, 3);
     fixture_init(&f);
     write_masters(&f, stream, 1.0f);
-    OK(backend->launch(f.table, 1.0, &error));
+    OK(launch(&f));
     OK(backend->synchronize(device, &error));
     CHECK_EQ(sim.cuStreamSynchronize(stream), 0);
     CHECK(sim.report_count("RACE") > 0);
@@ -933,7 +793,7 @@ test_missing_order_is_reported(void)
 }
 
 static void
-test_context_and_mode_of_the_caller_are_restored(void)
+test_context_of_the_caller_is_restored(void)
 {
     fixture f;
     void *before, *after;
@@ -942,14 +802,11 @@ test_context_and_mode_of_the_caller_are_restored(void)
     CHECK_EQ(sim.cuCtxGetCurrent(&before), 0);
     one_step(&f, NULL, 1.0f);
     sim.fault("cuLaunchKernel", 1, 999, 1);
-    CHECK_EQ(backend->launch(f.table, 1.0, &error), MP_ERR_DEVICE);
+    CHECK_EQ(launch(&f), MP_ERR_DEVICE);
     sim.fault("cuEventRecord", 1, 999, 1);
     CHECK_EQ(backend->order_after(device, NULL, &error), MP_ERR_DEVICE);
     CHECK_EQ(sim.cuCtxGetCurrent(&after), 0);
     CHECK(before == after);
-    int mode = 0;
-    CHECK_EQ(sim.cuThreadExchangeStreamCaptureMode(&mode), 0);
-    CHECK_EQ(mode, 0);
     fixture_fini(&f);
 }
 
@@ -969,7 +826,7 @@ test_event_states(void)
     OK(backend->event_wait(event, NULL, &error));
     OK(backend->event_synchronize(event, &error));
     CHECK_EQ(sim.calls("cuStreamWaitEvent") + sim.calls("cuEventSynchronize"), 0);
-    OK(backend->launch(f.table, 1.0, &error));
+    OK(launch(&f));
     OK(backend->event_record(event, &error));
     OK(backend->event_query(event, &done, &error));
     CHECK_EQ(done, 0);
@@ -978,7 +835,7 @@ test_event_states(void)
     CHECK_EQ(done, 1);
     CHECK_EQ(f.low[2], 0x4000);
     CHECK(backend->event_native(event) != NULL);
-    OK(backend->launch(f.table, 1.0, &error));
+    OK(launch(&f));
     OK(backend->event_record(event, &error));
     backend->event_put(event);
     backend->event_put(NULL);
@@ -992,36 +849,20 @@ test_event_states(void)
 
 /* ---- Capture ---- */
 
-static const char *const forbidden[] = {"cuMemAlloc",   "cuMemHostAlloc",       "cuMemFreeHost",      "cuEventQuery",
-                                        "cuEventCreate", "cuEventSynchronize", "cuStreamSynchronize"};
+static const char *const forbidden[] = {"cuEventQuery", "cuEventCreate", "cuEventSynchronize", "cuStreamSynchronize"};
 
 static void
 capture_step(fixture *f, void *stream, void **graph)
 {
     mp_event *event;
     OK(backend->order_after(device, stream, &error));
-    OK(backend->launch(f->table, 1.0, &error));
+    OK(launch(f));
     OK(backend->event_get(device, &event, &error));
     OK(backend->event_record(event, &error));
     OK(backend->event_wait(event, stream, &error));
     backend->event_put(event);
-    OK(backend->launch_on(f->table, 1.0, stream, &error));
+    OK(launch_on(f, stream));
     CHECK_EQ(sim.cuStreamEndCapture(stream, graph), 0);
-}
-
-/* Steps whose rows change, so that slots are used again and again. */
-static void
-changing_steps(fixture *f, void *stream, int count)
-{
-    for (int step = 0; step < count; step++) {
-        f->row.numel = COUNT - 1 - step % 50;
-        OK(set_rows(f));
-        OK(backend->order_after(device, stream, &error));
-        OK(backend->launch_on(f->table, 1.0, stream, &error));
-        OK(backend->order_after(device, stream, &error));
-        OK(backend->launch(f->table, 1.0, &error));
-        OK(backend->synchronize(device, &error));
-    }
 }
 
 static void
@@ -1032,107 +873,63 @@ replay(const fixture *f, void *exec, void *stream, float value)
     CHECK_EQ(read_low(f, stream), value);
 }
 
-/* `moved`: the rows change under capture, as those of tensors that a graph allocates do. */
+/* A graph has the rows that it was captured with, whatever is launched outside it. */
 static void
-capture_and_replay(int schedule, int moved)
+capture_and_replay(int schedule)
 {
-    fixture f;
+    fixture f, g;
     void *stream = new_stream(), *graph = NULL, *exec = NULL;
     uint64_t before[sizeof forbidden / sizeof *forbidden];
     sim.begin(schedule, 7);
-    fixture_init_padded(&f, 25);
-    fixture g = f; /* as the graph sees it */
+    fixture_init(&f);
+    fixture_init(&g);
     one_step(&f, stream, 1.0f);
-    uint16_t *elsewhere = device_memory(COUNT * sizeof *elsewhere, "graph memory");
     OK(backend->synchronize(device, &error));
     CHECK_EQ(sim.cuStreamSynchronize(stream), 0);
     for (size_t i = 0; i < sizeof forbidden / sizeof *forbidden; i++) {
         before[i] = sim.calls(forbidden[i]);
     }
     CHECK_EQ(sim.cuStreamBeginCapture(stream, 0), 0);
-    if (moved) {
-        g.low = g.row.dst = elsewhere;
-        OK(set_rows(&g));
-    }
-    capture_step(&f, stream, &graph);
+    capture_step(&g, stream, &graph);
     for (size_t i = 0; i < sizeof forbidden / sizeof *forbidden; i++) {
         CHECK_EQ(sim.calls(forbidden[i]), before[i]);
     }
     CHECK_EQ(sim.cuGraphInstantiate(&exec, graph, 0), 0);
     one_step(&g, stream, 2.0f); /* the same rows outside the graph, which has not run */
     replay(&g, exec, stream, 3.0f);
-    changing_steps(&f, stream, 12); /* do not reach into the graph */
+    for (int step = 0; step < 12; step++) {
+        f.row.numel = COUNT - 1 - step;
+        OK(backend->order_after(device, stream, &error));
+        OK(launch_on(&f, stream));
+        OK(backend->order_after(device, stream, &error));
+        OK(launch(&f));
+        OK(backend->synchronize(device, &error));
+    }
     replay(&g, exec, stream, 4.0f);
     expect_clean();
     CHECK_EQ(sim.cuStreamSynchronize(stream), 0);
-    release(elsewhere);
+    fixture_fini(&g);
     fixture_fini(&f);
 }
 
-/* A table that is sent outside a capture while the private stream is part of one. */
+/* Launches outside a capture while the private stream is part of one, which forbids this thread to ask and allocate. */
 static void
 test_capture_is_unharmed_by_other_streams(void)
 {
-    fixture f, other, third;
+    fixture f, other;
     void *stream = new_stream(), *free_stream = new_stream(), *graph = NULL;
     sim.begin(SIM_LAZY, 1);
     fixture_init(&f);
-    OK(backend->launch(f.table, 1.0, &error));
-    fixture_init_padded(&other, 100);
-    fixture_init_padded(&third, 50);
-    for (int i = 0; i < 2; i++) { /* one slot each in the queue: the private stream's last reads, a caller's */
-        OK(backend->launch(other.table, 1.0, &error));
-        OK(backend->launch_on(third.table, 1.0, free_stream, &error));
-        other.row.numel--;
-        third.row.numel--;
-        OK(set_rows(&other));
-        OK(set_rows(&third));
-    }
-    OK(backend->synchronize(device, &error));
-    CHECK_EQ(sim.cuStreamSynchronize(free_stream), 0);
-    CHECK_EQ(sim.cuStreamBeginCapture(stream, 1), 0); /* forbids this thread to ask and allocate */
+    fixture_init(&other);
+    CHECK_EQ(sim.cuStreamBeginCapture(stream, 1), 0);
     OK(backend->order_after(device, stream, &error));
-    OK(backend->launch_on(other.table, 1.0, free_stream, &error));
-    OK(backend->launch_on(third.table, 1.0, free_stream, &error));
+    OK(launch_on(&other, free_stream));
     capture_step(&f, stream, &graph);
     CHECK_EQ(sim.cuStreamSynchronize(free_stream), 0);
+    CHECK_EQ(other.low[2], 0x4000);
+    CHECK_EQ(f.low[2], 0xA5A5); /* captured, not run */
     expect_clean();
-    fixture_fini(&third);
     fixture_fini(&other);
-    fixture_fini(&f);
-}
-
-/* Tables that keep changing under capture use up the reserve; the next step outside makes a new one. */
-static void
-test_capture_of_too_many_tables_is_refused(void)
-{
-    fixture f, settled;
-    void *stream = new_stream(), *graph = NULL;
-    int launches = 0;
-    sim.begin(SIM_LAZY, 1);
-    fixture_init(&f);
-    fixture_init(&settled);
-    for (int i = 0; i < 2; i++) {
-        OK(backend->launch(settled.table, 1.0, &error));
-        OK(backend->synchronize(device, &error));
-    }
-    for (int turn = 0; turn < 2; turn++) {
-        CHECK_EQ(sim.cuStreamBeginCapture(stream, 0), 0);
-        mp_status status = MP_OK;
-        for (launches = 0; status == MP_OK && launches < 4000; launches++) {
-            f.row.numel = 1 + launches;
-            OK(backend->table_set(f.table, &f.row, 1, &error));
-            status = backend->launch_on(f.table, 1.0, stream, &error);
-        }
-        CHECK_EQ(status, MP_ERR_DEVICE);
-        CHECK(launches > 1000);
-        CHECK(strstr(error.text, "run one warm-up step") != NULL);
-        CHECK_EQ(sim.cuStreamEndCapture(stream, &graph), 0); /* the capture itself is unharmed */
-        OK(backend->launch(settled.table, 1.0, &error)); /* even one that has nothing to send */
-        OK(backend->synchronize(device, &error));
-    }
-    expect_clean();
-    fixture_fini(&settled);
     fixture_fini(&f);
 }
 
@@ -1150,13 +947,12 @@ thread_main(void *argument)
         mp_error mine;
         mp_status status = MP_OK;
         f->row.numel = COUNT - step % 3;
-        status |= backend->table_set(f->table, &f->row, 1, &mine);
         status |= backend->order_after(device, stream, &mine);
-        status |= backend->launch(f->table, 1.0, &mine);
+        status |= backend->launch(device, &f->row, 1, 1.0, &mine);
         status |= backend->event_get(device, &event, &mine);
         status |= backend->event_record(event, &mine);
         status |= backend->event_wait(event, stream, &mine);
-        status |= backend->launch_on(f->table, 1.0, stream, &mine);
+        status |= backend->launch_on(device, &f->row, 1, 1.0, stream, &mine);
         status |= backend->event_synchronize(event, &mine);
         backend->event_put(event);
         if (status != MP_OK || f->low[2] != 0x4000) {
@@ -1194,16 +990,16 @@ static mp_status
 try_step(fixture *f, void *stream, int64_t numel)
 {
     mp_event *event = NULL;
+    mp_status status;
     f->row.numel = numel;
-    mp_status status = backend->table_set(f->table, &f->row, 1, &error);
-    if (status != MP_OK || (status = backend->order_after(device, stream, &error)) != MP_OK ||
-        (status = backend->launch(f->table, 1.0, &error)) != MP_OK ||
+    if ((status = backend->order_after(device, stream, &error)) != MP_OK ||
+        (status = launch(f)) != MP_OK ||
         (status = backend->event_get(device, &event, &error)) != MP_OK) {
         return status;
     }
     if ((status = backend->event_record(event, &error)) == MP_OK &&
         (status = backend->event_wait(event, stream, &error)) == MP_OK) {
-        status = backend->launch_on(f->table, 1.0, stream, &error);
+        status = launch_on(f, stream);
     }
     backend->event_put(event);
     return status;
@@ -1237,63 +1033,7 @@ test_step_survives_every_fault(void)
         expect_clean();
         fixture_fini(&f);
     }
-    CHECK(nth > 20 && nth < 300);
-}
-
-/* The copy was queued; the launch, or what would tell the end of the copy, was not.  The rows change again at once. */
-static void
-test_failure_after_the_copy_keeps_the_slot(void)
-{
-    fixture f;
-    void *stream = new_stream();
-    for (int turn = 0; turn < 8; turn++) {
-        const char *failing = turn & 1 ? "cuLaunchKernel" : "cuEventRecord";
-        sim.begin(turn & 4 ? SIM_LAZY : SIM_RANDOM, (uint64_t)turn);
-        fixture_init_padded(&f, 50);
-        for (int step = 0; step < 6; step++) {
-            f.row.numel = 100 + step;
-            OK(set_rows(&f));
-            sim.fault(failing, 1, 999, 1);
-            const mp_status status =
-                turn & 2 ? backend->launch(f.table, 1.0, &error) : backend->launch_on(f.table, 1.0, stream, &error);
-            CHECK_EQ(status, MP_ERR_DEVICE);
-            CHECK(strncmp(error.text, failing, 13) == 0);
-        }
-        OK(backend->order_after(device, stream, &error));
-        OK(backend->launch(f.table, 1.0, &error));
-        OK(backend->synchronize(device, &error));
-        CHECK_EQ(sim.cuStreamSynchronize(stream), 0);
-        expect_clean();
-        fixture_fini(&f);
-    }
-}
-
-/* A launch reads the slot, and what would tell its end was not recorded, although an event after an earlier launch is
- * over.  Where callers order nothing after it, only their values may be wrong: no other rows may be sent to the slot. */
-static void
-test_failure_after_the_launch_keeps_the_slot(void)
-{
-    fixture f, other;
-    void *stream = new_stream();
-    sim.begin(SIM_LAZY, 1);
-    fixture_init_padded(&f, 400);
-    fixture_init_padded(&other, 400);
-    OK(backend->launch_on(f.table, 1.0, stream, &error));
-    CHECK_EQ(sim.cuStreamSynchronize(stream), 0);
-    sim.fault("cuEventRecord", 1, 999, 1);
-    CHECK_EQ(backend->launch_on(f.table, 1.0, stream, &error), MP_ERR_DEVICE);
-    backend->table_free(f.table);
-    for (int i = 0; i < 40; i++) { /* takes every slot of this size that is idle */
-        other.row.numel = COUNT - i;
-        OK(set_rows(&other));
-        OK(backend->launch(other.table, 1.0, &error));
-    }
-    CHECK_EQ(sim.cuStreamSynchronize(stream), 0);
-    OK(backend->synchronize(device, &error));
-    expect_clean();
-    OK(backend->table_new(device, &f.table, &error));
-    fixture_fini(&f);
-    fixture_fini(&other);
+    CHECK(nth > 15 && nth < 300);
 }
 
 /* ---- Failure of single entries ---- */
@@ -1316,7 +1056,7 @@ drain_events(mp_event **taken)
 typedef struct attempt {
     fixture *f;
     mp_event *event; /* recorded, pending */
-    void *stream, *other;
+    void *stream;
 } attempt;
 
 static mp_status
@@ -1362,42 +1102,13 @@ try_order(attempt *a)
 static mp_status
 try_launch(attempt *a)
 {
-    return backend->launch(a->f->table, 1.0, &error);
-}
-
-/* From stream to stream: what each waits for is ordered by hand, so that only the table's own order is left to it. */
-static mp_status
-try_streams_in_turn(attempt *a)
-{
-    mp_status status;
-    a->f->pad ^= 1;
-    OK(set_rows(a->f));
-    if ((status = backend->launch_on(a->f->table, 1.0, a->stream, &error)) != MP_OK ||
-        (status = backend->order_after(device, a->stream, &error)) != MP_OK ||
-        (status = backend->launch(a->f->table, 1.0, &error)) != MP_OK ||
-        (status = backend->event_record(a->event, &error)) != MP_OK ||
-        (status = backend->event_wait(a->event, a->other, &error)) != MP_OK ||
-        (status = backend->launch_on(a->f->table, 1.0, a->other, &error)) != MP_OK ||
-        (status = backend->order_after(device, a->other, &error)) != MP_OK) {
-        return status;
-    }
-    return backend->launch(a->f->table, 1.0, &error);
+    return launch(a->f);
 }
 
 static mp_status
-try_changed_launch_on(attempt *a)
+try_launch_on(attempt *a)
 {
-    a->f->pad ^= 1;
-    OK(set_rows(a->f));
-    return backend->launch_on(a->f->table, 1.0, a->stream, &error);
-}
-
-/* As after a capture that used the reserve up; what it held is left to the end of the program. */
-static mp_status
-try_launch_without_reserve(attempt *a)
-{
-    device->reserve = (mp_slab){NULL, 0, 0};
-    return try_changed_launch_on(a);
+    return launch_on(a->f, a->stream);
 }
 
 static uint64_t
@@ -1409,47 +1120,44 @@ succeeded(const char *call, mp_status status)
 
 /* What did not happen is not counted. */
 static void
-expect_counted(const mp_counters *before, mp_status status, int single)
+expect_counted(const mp_counters *before, mp_status status)
 {
     mp_counters after;
     backend->counters(device, &after);
     CHECK_EQ(after.launches - before->launches, succeeded("cuLaunchKernel", status));
-    CHECK_EQ(after.uploads - before->uploads, succeeded("cuMemcpyHtoDAsync", status));
-    if (status != MP_OK && single) {
+    if (status != MP_OK) {
         CHECK_EQ(after.events, before->events);
         CHECK_EQ(after.waits, before->waits);
     }
 }
 
-/* Fails the nth call of a function that an entry makes: it is told by name, the caller's context is current again,
+/* Fails the nth call that an entry makes: it is told by name, the caller's context is current again,
  * nothing stays.  0 when the entry made fewer. */
 static int
-fail_entry(attempt *a, mp_status (*entry)(attempt *), const char *function, uint64_t nth)
+fail_entry(attempt *a, mp_status (*entry)(attempt *), uint64_t nth)
 {
-    const int makes_slots = entry == try_changed_launch_on || entry == try_launch_without_reserve;
-    const int several = entry == try_streams_in_turn;
     mp_counters counted;
     void *before, *after;
     sim.begin(SIM_LAZY, nth);
-    OK(backend->launch(a->f->table, 1.0, &error));
+    OK(launch(a->f));
     OK(backend->event_record(a->event, &error));
     const int events = sim.live("events");
     sim.begin(SIM_LAZY, nth); /* counts calls from here; what was launched is over */
     OK(backend->event_record(a->event, &error));
     backend->counters(device, &counted);
     CHECK_EQ(sim.cuCtxGetCurrent(&before), 0);
-    const uint64_t calls = sim.calls(function);
-    sim.fault(function, nth, 719, 1);
+    const uint64_t calls = sim.calls("*");
+    sim.fault("*", nth, 719, 1);
     const mp_status status = entry(a);
-    expect_counted(&counted, status, !several);
+    expect_counted(&counted, status);
     if (status != MP_OK) {
         CHECK_EQ(status, MP_ERR_DEVICE);
         CHECK(strstr(error.text, " failed: CUDA_ERROR_LAUNCH_FAILED (719): ") != NULL);
         CHECK(strncmp(error.text, "cu", 2) == 0 && strstr(error.text, ", device 0") != NULL);
-        CHECK(makes_slots || several || sim.live("events") == events);
+        CHECK_EQ(sim.live("events"), events);
     }
     else {
-        expect_fault_to_come(function, nth, calls);
+        expect_fault_to_come("*", nth, calls);
     }
     sim.begin(SIM_LAZY, nth);
     CHECK_EQ(sim.cuCtxGetCurrent(&after), 0);
@@ -1459,32 +1167,27 @@ fail_entry(attempt *a, mp_status (*entry)(attempt *), const char *function, uint
     return status != MP_OK;
 }
 
-/* Each call of each entry fails once, and once more function by function: which call is the nth of all depends on the
- * slots that are idle. */
+/* Each call of each entry fails once. */
 static void
 test_every_entry_survives_every_fault(void)
 {
     mp_status (*const entries[])(attempt *) = {
         try_record, try_wait, try_query, try_event_synchronize, try_synchronize,
-        try_order, try_launch, try_changed_launch_on, try_launch_without_reserve, try_streams_in_turn,
+        try_order, try_launch, try_launch_on,
     };
-    const char *const functions[] = {"*", "cuStreamWaitEvent", "cuEventRecord", "cuEventQuery"};
     fixture f;
-    attempt a = {&f, NULL, new_stream(), new_stream()};
+    attempt a = {&f, NULL, new_stream()};
     static mp_event *taken[POOL];
     sim.begin(SIM_LAZY, 1);
-    fixture_init_padded(&f, 1);
+    fixture_init(&f);
     const size_t count = drain_events(taken);
     a.event = taken[count - 1];
     for (size_t i = 0; i < sizeof entries / sizeof *entries; i++) {
-        for (size_t j = 0; j < sizeof functions / sizeof *functions; j++) {
-            uint64_t nth = 1;
-            while (fail_entry(&a, entries[i], functions[j], nth) && nth < 60) {
-                nth++;
-            }
-            CHECK(nth < 60);
-            CHECK(j > 0 || nth >= 4); /* entering, the call, leaving; and a turn without a fault */
+        uint64_t nth = 1;
+        while (fail_entry(&a, entries[i], nth) && nth < 60) {
+            nth++;
         }
+        CHECK(nth >= 4 && nth < 60); /* entering, the call, leaving; and a turn without a fault */
     }
     for (size_t i = 0; i < count; i++) {
         backend->event_put(taken[i]);
@@ -1536,142 +1239,42 @@ test_event_that_was_not_made_is_not_kept(void)
     expect_clean();
 }
 
-/* A slot that must be made: with slabs and reserve in each state, larger than a slab too.  Nothing made is lost. */
-static void
-try_slot(size_t bytes, int slab_full, int without_reserve)
-{
-    const mp_slab slab = device->slab, reserve = device->reserve;
-    mp_status status = MP_ERR_DEVICE;
-    uint64_t nth = 1;
-    for (; status != MP_OK && nth < 30; nth++) {
-        mp_slot *slot = NULL;
-        sim.begin(SIM_LAZY, nth);
-        device->slab = slab;
-        device->reserve = reserve;
-        if (slab_full) {
-            device->slab.left = 0;
-        }
-        if (without_reserve) {
-            device->reserve = (mp_slab){NULL, 0, 0};
-        }
-        OK(mp_cuda_enter(device, &error));
-        const int events = sim.live("events"), memory = sim.live("device"), pinned = sim.live("pinned");
-        const size_t left = device->slab.left;
-        const uint64_t calls = sim.calls("*");
-        sim.fault("*", nth, 719, 1);
-        status = mp_slot_take(device, bytes, &slot, &error);
-        const int made = without_reserve && device->reserve.left > 0; /* stays, and is not lost */
-        if (status != MP_OK) {
-            CHECK_EQ(status, MP_ERR_DEVICE);
-            CHECK(strstr(error.text, " failed: CUDA_ERROR_LAUNCH_FAILED (719): ") != NULL);
-            CHECK(slot == NULL);
-            CHECK(device->slab.left == left || device->slab.left == reserve.left); /* nothing was cut */
-            CHECK_EQ(sim.live("events"), events);
-            CHECK(sim.live("device") - memory <= made + slab_full);
-            CHECK_EQ(sim.live("device") - memory, sim.live("pinned") - pinned);
-        }
-        else {
-            CHECK(slot != NULL && slot->bytes >= bytes && slot->memory != 0 && slot->staging != NULL);
-            expect_fault_to_come("*", nth, calls);
-        }
-        sim.begin(SIM_LAZY, nth);
-        OK(mp_cuda_leave(device, MP_OK, &error));
-        mp_slot_give(device, slot);
-    }
-    CHECK(nth >= 4 && nth < 30);
-    OK(mp_cuda_enter(device, &error));
-    OK(mp_slot_reserve(device, &error));
-    OK(mp_cuda_leave(device, MP_OK, &error));
-}
-
-static void
-test_slot_take_survives_every_fault(void)
-{
-    try_slot(70000, 0, 0);
-    try_slot(140000, 1, 0);
-    try_slot(280000, 1, 1);
-    try_slot(1500000, 0, 0);
-    try_slot(3000000, 0, 1);
-}
-
-/* Rows that change while nothing is pending: slots are used again, and none is made. */
-static void
-test_slots_are_used_again(void)
-{
-    fixture f;
-    void *stream = new_stream();
-    sim.begin(SIM_EAGER, 1);
-    fixture_init_padded(&f, 1);
-    changing_steps(&f, stream, 6);
-    const uint64_t made = sim.calls("cuEventCreate");
-    changing_steps(&f, stream, 60);
-    CHECK_EQ(sim.calls("cuEventCreate"), made);
-    expect_clean();
-    fixture_fini(&f);
-}
-
 /* Each call under capture fails once: it is told, and the capture can be ended. */
 static void
 test_capture_survives_every_fault(void)
 {
-    for (int moved = 0; moved < 2; moved++) {
-        mp_status status = MP_ERR_DEVICE;
-        uint64_t nth = 1;
-        for (; status != MP_OK && nth < 50; nth++) {
-            fixture f;
-            void *stream = new_stream(), *graph = NULL;
-            sim.begin(SIM_LAZY, nth);
-            fixture_init_padded(&f, 25);
-            one_step(&f, stream, 1.0f);
-            OK(backend->synchronize(device, &error));
-            CHECK_EQ(sim.cuStreamBeginCapture(stream, 2), 0);
-            if (moved) {
-                f.row.numel--;
-                OK(set_rows(&f));
-            }
-            const uint64_t calls = sim.calls("*");
-            sim.fault("*", nth, 719, 1);
-            status = backend->launch_on(f.table, 1.0, stream, &error);
-            if (status == MP_OK) {
-                status = backend->launch_on(f.table, 2.0, stream, &error); /* the copy is made once more */
-            }
-            if (status != MP_OK) {
-                CHECK_EQ(status, MP_ERR_DEVICE);
-                CHECK(strstr(error.text, " failed: CUDA_ERROR_LAUNCH_FAILED (719): ") != NULL);
-            }
-            else {
-                expect_fault_to_come("*", nth, calls);
-            }
-            void *context;
-            for (int i = 0; status == MP_OK && i < 50 && sim.cuCtxGetCurrent(&context) == 0; i++) {
-                /* The fault is for a later call: not for one of what follows. */
-            }
-            CHECK_EQ(sim.cuStreamEndCapture(stream, &graph), 0);
-            sim.begin(SIM_LAZY, nth);
-            f.row.numel = COUNT;
-            OK(set_rows(&f));
-            one_step(&f, stream, (float)nth);
-            expect_clean();
-            CHECK_EQ(sim.cuStreamSynchronize(stream), 0);
-            fixture_fini(&f);
+    mp_status status = MP_ERR_DEVICE;
+    uint64_t nth = 1;
+    for (; status != MP_OK && nth < 50; nth++) {
+        fixture f;
+        void *stream = new_stream(), *graph = NULL;
+        sim.begin(SIM_LAZY, nth);
+        fixture_init(&f);
+        one_step(&f, stream, 1.0f);
+        OK(backend->synchronize(device, &error));
+        CHECK_EQ(sim.cuStreamBeginCapture(stream, 2), 0);
+        const uint64_t calls = sim.calls("*");
+        sim.fault("*", nth, 719, 1);
+        status = launch_on(&f, stream);
+        if (status != MP_OK) {
+            CHECK_EQ(status, MP_ERR_DEVICE);
+            CHECK(strstr(error.text, " failed: CUDA_ERROR_LAUNCH_FAILED (719): ") != NULL);
         }
-        CHECK(nth >= 6 && nth < 50);
+        else {
+            expect_fault_to_come("*", nth, calls);
+            sim.begin(SIM_LAZY, nth); /* the fault is not for what follows */
+        }
+        CHECK_EQ(sim.cuStreamEndCapture(stream, &graph), 0);
+        sim.begin(SIM_LAZY, nth);
+        one_step(&f, stream, (float)nth);
+        expect_clean();
+        CHECK_EQ(sim.cuStreamSynchronize(stream), 0);
+        fixture_fini(&f);
     }
+    CHECK(nth >= 4 && nth < 50);
 }
 
 /* ---- Out of host memory ---- */
-
-static atomic_long freed; /* blocks, by what is linked here */
-
-void __real_free(void *block);
-void __wrap_free(void *block);
-
-void
-__wrap_free(void *block)
-{
-    atomic_fetch_add(&freed, block != NULL);
-    __real_free(block);
-}
 
 static void
 expect_out_of_memory(mp_status status)
@@ -1693,78 +1296,26 @@ test_open_without_memory_is_told(void)
 }
 
 static void
-test_out_of_memory_leaves_things_as_they_were(void)
+test_event_without_memory_is_told(void)
 {
-    fixture f;
     static mp_event *taken[POOL];
-    static mp_row rows[9];
     mp_event *event;
-    mp_table *table;
-    void *stream = new_stream(), *graph = NULL;
+    fixture f;
     sim.begin(SIM_LAZY, 1);
-    fixture_init_padded(&f, 0);
+    fixture_init(&f);
     const size_t count = drain_events(taken);
     malloc_fails_at(1);
     expect_out_of_memory(backend->event_get(device, &event, &error));
     CHECK(event == NULL);
     malloc_fails_at(1);
-    expect_out_of_memory(backend->table_new(device, &table, &error));
-    CHECK(table == NULL);
-    for (size_t i = 0; i < 9; i++) {
-        rows[i] = f.row;
-        rows[i].numel = 1;
-    }
-    for (long nth = 1; nth <= 2; nth++) {
-        malloc_fails_at(nth);
-        expect_out_of_memory(backend->table_set(f.table, rows, 9, &error)); /* more rows than ever */
-        malloc_fails_at(0);
-        one_step(&f, stream, (float)nth); /* the row is still the old one */
-    }
-    f.row.numel--;
-    OK(set_rows(&f));
-    CHECK_EQ(sim.cuStreamBeginCapture(stream, 0), 0);
-    /* No memory of the device either: what was made for the slot is freed. */
-    const mp_slab slab = device->slab, reserve = device->reserve;
-    device->slab.left = device->reserve.left = 0;
-    const long before = atomic_load(&freed);
-    CHECK_EQ(backend->launch_on(f.table, 1.0, stream, &error), MP_ERR_DEVICE);
-    CHECK(strstr(error.text, "run one warm-up step") != NULL);
-    CHECK_EQ(atomic_load(&freed) - before, 1);
-    device->slab = slab;
-    device->reserve = reserve;
-    malloc_fails_at(1);
-    expect_out_of_memory(backend->launch_on(f.table, 1.0, stream, &error));
+    OK(launch(&f)); /* needs none */
+    OK(launch_on(&f, backend->native_stream(device)));
     malloc_fails_at(0);
-    CHECK_EQ(sim.cuStreamEndCapture(stream, &graph), 0);
-    OK(backend->launch_on(f.table, 1.0, stream, &error));
     for (size_t i = 0; i < count; i++) {
         backend->event_put(taken[i]);
     }
-    CHECK_EQ(sim.cuStreamSynchronize(stream), 0);
-    expect_clean();
     fixture_fini(&f);
-}
-
-/* A table whose size no slot in the queue has, so that one must be made, and a device whose slabs are full. */
-static void
-test_slot_without_memory_is_told(void)
-{
-    fixture f;
-    void *stream = new_stream();
-    sim.begin(SIM_LAZY, 1);
-    fixture_init_padded(&f, 350);
-    const int events = sim.live("events");
-    malloc_fails_at(1);
-    const mp_status status = backend->launch_on(f.table, 1.0, stream, &error);
-    malloc_fails_at(0);
-    if (status != MP_OK) { /* else a slot of this size was there */
-        expect_out_of_memory(status);
-        CHECK_EQ(sim.live("events"), events);
-    }
-    OK(backend->launch_on(f.table, 1.0, stream, &error));
-    CHECK_EQ(sim.cuStreamSynchronize(stream), 0);
     expect_clean();
-    fixture_fini(&f);
 }
 
 static void
@@ -1778,24 +1329,20 @@ test_fork_is_refused(void)
     const pid_t child = fork();
     if (child == 0) {
         mp_device *other;
-        mp_table *table;
         mp_event *mine;
         int done;
-        const int refused = backend->launch(f.table, 1.0, &error) == MP_ERR_FORKED &&
+        const int refused = launch(&f) == MP_ERR_FORKED &&
                             backend->event_get(device, &mine, &error) == MP_ERR_FORKED && mine == NULL &&
                             backend->event_record(event, &error) == MP_ERR_FORKED &&
                             backend->event_synchronize(event, &error) == MP_ERR_FORKED &&
-                            backend->launch_on(f.table, 1.0, NULL, &error) == MP_ERR_FORKED &&
-                            set_rows(&f) == MP_ERR_FORKED &&
+                            launch_on(&f, NULL) == MP_ERR_FORKED &&
                             backend->open(0, &other, &error) == MP_ERR_FORKED &&
                             backend->order_after(device, NULL, &error) == MP_ERR_FORKED &&
                             backend->event_query(event, &done, &error) == MP_ERR_FORKED &&
                             backend->event_wait(event, NULL, &error) == MP_ERR_FORKED &&
-                            backend->table_new(device, &table, &error) == MP_ERR_FORKED &&
                             backend->synchronize(device, &error) == MP_ERR_FORKED &&
                             strstr(error.text, "fork") != NULL;
         backend->event_put(event);
-        backend->table_free(f.table);
         _exit(refused ? 0 : 1);
     }
     int status = -1;
@@ -1814,14 +1361,12 @@ test_device_fault_is_told(void)
     sim.begin(SIM_LAZY, 1);
     fixture_init(&f);
     sim.fault_kernel(1, 700);
-    OK(backend->launch(f.table, 1.0, &error));
+    OK(launch(&f));
     CHECK_EQ(backend->synchronize(device, &error), MP_ERR_DEVICE);
     CHECK(strncmp(error.text, "cuStreamSynchronize failed: CUDA_ERROR_ILLEGAL_ADDRESS (700): ", 62) == 0);
     CHECK(strstr(error.text, ", device 0") != NULL);
-    backend->table_free(f.table);
     release(f.master);
     release(f.low);
-    release(f.padding);
 }
 
 static void
@@ -1838,38 +1383,28 @@ test_all(void)
     test_open_finds_devices();
     mp_device *second;
     OK(backend->open(1, &second, &error));
-    test_slot_without_memory_is_told(); /* first: these need an empty queue */
-    test_slot_in_use_is_not_taken();
-    test_slot_in_use_by_two_streams_is_not_taken();
     test_launch_converts_as_the_host(device, 60);
     test_launch_converts_as_the_host(second, 60);
-    test_table_empty_launches_nothing();
-    test_table_set_refuses_bad_rows();
-    test_launch_sends_only_changed_rows();
-    test_table_changes_while_work_is_pending();
-    test_table_sent_on_one_stream_is_ready_on_others();
-    test_table_is_ordered_where_callers_forget();
-    test_slots_change_streams();
+    test_launch_without_elements_calls_nothing();
+    test_launch_refuses_bad_rows();
+    test_long_lists_take_several_launches();
+    test_failure_in_a_long_list_is_told();
+    test_grids_follow_from_the_device();
+    test_rows_change_while_work_is_pending();
     test_step_is_ordered_and_cheap();
     test_missing_order_is_reported();
-    test_context_and_mode_of_the_caller_are_restored();
+    test_context_of_the_caller_is_restored();
     test_event_states();
     for (size_t i = 0; i < schedule_count; i++) {
-        capture_and_replay(schedules[i], 0);
-        capture_and_replay(schedules[i], 1);
+        capture_and_replay(schedules[i]);
     }
     test_capture_is_unharmed_by_other_streams();
-    test_capture_of_too_many_tables_is_refused();
     test_threads_share_a_device();
     test_step_survives_every_fault();
-    test_failure_after_the_copy_keeps_the_slot();
-    test_failure_after_the_launch_keeps_the_slot();
     test_every_entry_survives_every_fault();
-    test_slot_take_survives_every_fault();
-    test_slots_are_used_again();
     test_capture_survives_every_fault();
     test_event_that_was_not_made_is_not_kept();
-    test_out_of_memory_leaves_things_as_they_were();
+    test_event_without_memory_is_told();
     test_fork_is_refused();
     test_device_fault_is_told();
 }

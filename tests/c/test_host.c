@@ -1,8 +1,9 @@
-/* Tests of the host backend: order, events, tables that change, held workers, threads, fork, failure, exit.
+/* Tests of the host backend: order, events, rows that change, held workers, threads, fork, failure, exit.
  *
  * gcc -std=c11 -D_GNU_SOURCE -O1 -g -Wall -Wextra -Werror -pthread -fsanitize=address,undefined -Icsrc \
- *     tests/c/test_host.c csrc/core/backend.c csrc/host/backend.c csrc/host/rows.c csrc/host/stream.c csrc/host/convert.c \
- *     csrc/host/convert_scalar.c csrc/host/convert_avx2.c csrc/host/convert_avx512.c csrc/host/convert_neon.c \
+ *     tests/c/test_host.c csrc/core/backend.c csrc/core/row.c csrc/host/backend.c csrc/host/run.c csrc/host/stream.c \
+ *     csrc/host/convert.c csrc/host/convert_scalar.c csrc/host/convert_avx2.c csrc/host/convert_avx512.c \
+ *     csrc/host/convert_neon.c \
  *     -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc,--wrap=pthread_create -o test_host
  *
  * Also with -fsanitize=thread.  Built with -O2 and without a sanitizer, `test_host measure` prints the figures that the
@@ -63,7 +64,7 @@ nap(long milliseconds)
     nanosleep(&(struct timespec){.tv_sec = milliseconds / 1000, .tv_nsec = milliseconds % 1000 * 1000000}, NULL);
 }
 
-/* --- helpers: tables, events, a worker that is held --- */
+/* --- helpers: rows, events, a worker that is held --- */
 
 /* values[i] += one[i], a run whose count anybody can read off. */
 static mp_row
@@ -78,15 +79,6 @@ cast_row(const float *src, uint16_t *dst, int64_t numel)
 {
     return (mp_row){.src = src, .dst = dst, .numel = numel, .src_dtype = MP_F32, .add_dtype = MP_DTYPE_NONE,
                     .dst_dtype = MP_BF16};
-}
-
-static mp_table *
-table_of(const mp_row *rows, size_t count)
-{
-    mp_table *table = NULL;
-    OK(backend->table_new(device, &table, &error));
-    OK(backend->table_set(table, rows, count, &error));
-    return table;
 }
 
 static mp_event *
@@ -235,41 +227,41 @@ test_events(void)
 }
 
 static void
-test_tables(void)
+test_rows(void)
 {
     float values[4] = {0}, one[4] = {1, 1, 1, 1};
     mp_row good = add_row(values, one, 4), bad;
-    mp_table *table = NULL;
-    OK(backend->table_new(device, &table, &error));
     for (size_t inline_bytes = 0; inline_bytes <= 256; inline_bytes += 256) { /* without rows, with empty ones */
         size_t kept = mp_host_set_inline_bytes(inline_bytes);
         mp_row empty[3] = {good, good, {.dst_dtype = MP_DTYPE_NONE}};
         empty[0].numel = empty[1].numel = 0;
-        OK(backend->table_set(table, NULL, 0, &error));
-        OK(backend->launch(table, 1, &error));
-        OK(backend->launch_on(table, 1, NULL, &error));
-        OK(backend->table_set(table, empty, 3, &error));
-        OK(backend->launch(table, 1, &error));
-        OK(backend->launch_on(table, 1, NULL, &error));
+        OK(backend->launch(device, NULL, 0, 1, &error));
+        OK(backend->launch_on(device, NULL, 0, 1, NULL, &error));
+        OK(backend->launch(device, empty, 3, 1, &error));
+        OK(backend->launch_on(device, empty, 3, 1, NULL, &error));
         OK(backend->synchronize(device, &error));
         mp_host_set_inline_bytes(kept);
     }
-    OK(backend->table_set(table, &good, 1, &error));
     bad = good, bad.numel = -1;
-    CHECK_EQ(backend->table_set(table, &bad, 1, &error), MP_ERR_ARGUMENT);
+    CHECK_EQ(backend->launch(device, &bad, 1, 1, &error), MP_ERR_ARGUMENT);
     bad = good, bad.numel = INT64_MAX;
-    CHECK_EQ(backend->table_set(table, &bad, 1, &error), MP_ERR_ARGUMENT);
+    CHECK_EQ(backend->launch(device, &bad, 1, 1, &error), MP_ERR_ARGUMENT);
     bad = good, bad.dst = NULL;
-    CHECK_EQ(backend->table_set(table, &bad, 1, &error), MP_ERR_ARGUMENT);
+    CHECK_EQ(backend->launch_on(device, &bad, 1, 1, NULL, &error), MP_ERR_ARGUMENT);
+    bad = good, bad.src_dtype = MP_DTYPE_NONE;
+    CHECK_EQ(backend->launch_on(device, &bad, 1, 1, NULL, &error), MP_ERR_ARGUMENT);
+    CHECK_STR_EQ(error.text, "row 0: src has an unknown type");
+    bad = good, bad.dst_dtype = MP_NDTYPE;
+    CHECK_EQ(backend->launch(device, &bad, 1, 1, &error), MP_ERR_ARGUMENT);
+    CHECK_STR_EQ(error.text, "row 0: dst has an unknown type");
     bad = good, bad.add_dtype = MP_DTYPE_NONE;
-    CHECK_EQ(backend->table_set(table, (mp_row[]){good, bad}, 2, &error), MP_ERR_ARGUMENT);
-    CHECK_STR_EQ(error.text, "host table_set: row 1 converts float32 and none to float32");
-    CHECK_EQ(backend->table_set(table, &good, SIZE_MAX, &error), MP_ERR_MEMORY);
-    OK(backend->launch(table, 1, &error)); /* the contents before the refusals */
+    CHECK_EQ(backend->launch(device, (mp_row[]){good, bad}, 2, 1, &error), MP_ERR_ARGUMENT);
+    CHECK_STR_EQ(error.text, "row 1: add has an unknown type");
+    OK(backend->synchronize(device, &error));
+    CHECK(all_equal(values, 4, 0)); /* of what is refused nothing runs */
+    OK(backend->launch(device, &good, 1, 1, &error));
     OK(backend->synchronize(device, &error));
     CHECK(all_equal(values, 4, 1));
-    backend->table_free(table);
-    backend->table_free(NULL);
 }
 
 static void
@@ -277,18 +269,15 @@ test_counters(void)
 {
     float values[100] = {0}, one[100] = {0};
     mp_row row = add_row(values, one, 100);
-    mp_table *table = table_of(&row, 1);
     mp_counters before = counters_now();
-    OK(backend->launch(table, 2, &error));
-    OK(backend->launch_on(table, 2, NULL, &error));
+    OK(backend->launch(device, &row, 1, 2, &error));
+    OK(backend->launch_on(device, &row, 1, 2, NULL, &error));
     OK(backend->synchronize(device, &error));
     mp_counters after = counters_now();
     CHECK_EQ(after.launches - before.launches, 2);
     CHECK_EQ(after.bytes_read - before.bytes_read, 2 * 800);
     CHECK_EQ(after.bytes_written - before.bytes_written, 2 * 400);
     CHECK_EQ(after.waits, before.waits);
-    CHECK_EQ(after.uploads, 0);
-    backend->table_free(table);
 }
 
 static void
@@ -333,16 +322,14 @@ test_pieces(void)
     }
     memset(expected, 0x5a, TARGETS * sizeof(*expected));
     fill_pieces(rows, ROWS, src, expected);
-    mp_table *table = table_of(rows, ROWS);
-    OK(backend->launch_on(table, 1, NULL, &error)); /* in one go */
+    OK(backend->launch_on(device, rows, ROWS, 1, NULL, &error)); /* in one go */
     fill_pieces(rows, ROWS, src, dst);
-    OK(backend->table_set(table, rows, ROWS, &error));
     mp_event *event = event_new();
     size_t kept = mp_host_set_stream_bytes(SIZE_MAX);
     for (int round = 0; round < 6; round++) {
         memset(dst, 0x5a, TARGETS * sizeof(*dst));
         mp_host_set_stream_bytes(round & 1 ? 0 : SIZE_MAX);
-        OK(backend->launch(table, 1, &error));
+        OK(backend->launch(device, rows, ROWS, 1, &error));
         OK(backend->event_record(event, &error));
         while (round < 2 && !is_done(event)) { /* the worker alone */
             nap(1);
@@ -352,7 +339,6 @@ test_pieces(void)
     }
     mp_host_set_stream_bytes(kept);
     backend->event_put(event);
-    backend->table_free(table);
     free(dst);
     free(expected);
     free(src);
@@ -367,18 +353,16 @@ test_subnormals_survive_flushing(void)
     for (size_t i = 0; i < 2; i++) {
         mp_row row = {.src = &tiny, .add = &zero, .dst = &sum[i], .numel = 1, .src_dtype = MP_F32,
                       .add_dtype = MP_F32, .dst_dtype = MP_F32};
-        mp_table *table = table_of(&row, 1);
-        size_t kept = mp_host_set_inline_bytes(i == 0 ? SIZE_MAX : 0);
+            size_t kept = mp_host_set_inline_bytes(i == 0 ? SIZE_MAX : 0);
         unsigned control = _mm_getcsr();
         _mm_setcsr(control | 0x8040);
-        OK(backend->launch(table, 1, &error));
+        OK(backend->launch(device, &row, 1, 1, &error));
         OK(backend->synchronize(device, &error));
         CHECK_EQ(_mm_getcsr() & 0x8040, 0x8040);
         _mm_setcsr(control);
         mp_host_set_inline_bytes(kept);
         CHECK(memcmp(&sum[i], &tiny, sizeof(tiny)) == 0);
-        backend->table_free(table);
-    }
+        }
 #endif
 }
 
@@ -407,13 +391,12 @@ test_wait_blocks_until_released(void)
 {
     float value = 0, one = 1;
     mp_row row = add_row(&value, &one, 1);
-    mp_table *table = table_of(&row, 1);
     gate gate;
     size_t kept = mp_host_set_inline_bytes(0);
     waiter first = {.event = event_new()}, all = {0};
     uint64_t waits = counters_now().waits;
     gate_close(&gate);
-    OK(backend->launch(table, 1, &error));
+    OK(backend->launch(device, &row, 1, 1, &error));
     OK(backend->event_record(first.event, &error));
     gate_wait_entered(&gate);
     CHECK(!is_done(first.event));
@@ -422,7 +405,7 @@ test_wait_blocks_until_released(void)
     CHECK(atomic_load(&first.started) && !atomic_load(&first.returned));
     CHECK(atomic_load(&all.started) && !atomic_load(&all.returned));
     mp_host_set_inline_bytes(SIZE_MAX); /* small, but not before what is pending */
-    OK(backend->launch(table, 1, &error));
+    OK(backend->launch(device, &row, 1, 1, &error));
     mp_event *second = event_new();
     OK(backend->event_record(second, &error));
     CHECK(!is_done(second));
@@ -446,7 +429,6 @@ test_wait_blocks_until_released(void)
     gate_open(&gate, kept);
     backend->event_put(first.event);
     backend->event_put(second);
-    backend->table_free(table);
 }
 
 /* A wait takes the record that exists when it is called; a later record is not its business. */
@@ -455,19 +437,18 @@ test_record_again_while_waiting(void)
 {
     float value = 0, one = 1;
     mp_row row = add_row(&value, &one, 1);
-    mp_table *table = table_of(&row, 1);
     gate gate;
     size_t kept = mp_host_set_inline_bytes(0);
     waiter waiter = {.event = event_new()};
     uint64_t waits = counters_now().waits;
     gate_close(&gate);
-    OK(backend->launch(table, 1, &error));
+    OK(backend->launch(device, &row, 1, 1, &error));
     OK(backend->event_record(waiter.event, &error));
     pthread_t thread = spawn(waiter_main, &waiter);
     while (counters_now().waits == waits) { /* counted after the record was read */
         nap(1);
     }
-    OK(backend->launch(table, 1, &error));
+    OK(backend->launch(device, &row, 1, 1, &error));
     OK(backend->event_record(waiter.event, &error));
     gate_wait_entered(&gate);
     sem_post(&gate.leave); /* the first run only */
@@ -480,29 +461,27 @@ test_record_again_while_waiting(void)
     CHECK(is_done(waiter.event));
     CHECK_EQ(value, 2);
     backend->event_put(waiter.event);
-    backend->table_free(table);
 }
 
+/* What is pending keeps the rows that it was launched with, whatever their owner writes there. */
 static void
-test_table_changes_while_pending(void)
+test_rows_change_while_pending(void)
 {
     float values[3] = {0}, one = 1;
-    mp_row rows[3] = {add_row(&values[0], &one, 1), add_row(&values[1], &one, 1), add_row(&values[2], &one, 1)};
+    mp_row rows[2] = {add_row(&values[0], &one, 1), {0}};
     gate gate;
     size_t kept = mp_host_set_inline_bytes(0);
-    mp_table *table = table_of(&rows[0], 1);
     gate_close(&gate);
-    OK(backend->launch(table, 1, &error));
+    OK(backend->launch(device, rows, 1, 1, &error));
     gate_wait_entered(&gate);
-    OK(backend->table_set(table, &rows[0], 1, &error)); /* the same */
-    OK(backend->table_set(table, &rows[1], 2, &error));
-    OK(backend->launch(table, 1, &error));
-    OK(backend->launch(table, 1, &error));
-    OK(backend->launch_on(table, 1, NULL, &error)); /* another stream: does not wait for the held one */
+    rows[0] = add_row(&values[1], &one, 1);
+    rows[1] = add_row(&values[2], &one, 1);
+    OK(backend->launch(device, rows, 2, 1, &error));
+    OK(backend->launch(device, rows, 2, 1, &error));
+    OK(backend->launch_on(device, rows, 2, 1, NULL, &error)); /* another stream: does not wait for the held one */
     CHECK_EQ(values[0], 0);
     CHECK_EQ(values[1], 1);
-    OK(backend->table_set(table, NULL, 0, &error));
-    backend->table_free(table);
+    memset(rows, 0xff, sizeof rows);
     for (int i = 0; i < 3; i++) {
         sem_post(&gate.leave);
     }
@@ -518,13 +497,12 @@ test_probe_removed_while_held(void)
 {
     float value = 0, one = 1;
     mp_row row = add_row(&value, &one, 1);
-    mp_table *table = table_of(&row, 1);
     gate gate;
     size_t kept = mp_host_set_inline_bytes(0);
     waiter waiter = {0};
     gate_close(&gate);
-    OK(backend->launch(table, 1, &error));
-    OK(backend->launch(table, 1, &error));
+    OK(backend->launch(device, &row, 1, 1, &error));
+    OK(backend->launch(device, &row, 1, 1, &error));
     gate_wait_entered(&gate);
     mp_host_set_probe(NULL, NULL);
     pthread_t thread = spawn(waiter_main, &waiter);
@@ -534,7 +512,6 @@ test_probe_removed_while_held(void)
     pthread_join(thread, NULL);
     gate_open(&gate, kept);
     CHECK_EQ(value, 2);
-    backend->table_free(table);
 }
 
 /* --- many threads --- */
@@ -550,7 +527,7 @@ typedef struct producer {
 
 /* Cast of a cast: its second half is right only if the runs of one thread stay in order. */
 static long
-produce_chain(producer *self, mp_table *table, mp_event *event, float *source, uint16_t *low, float *back,
+produce_chain(producer *self, mp_event *event, float *source, uint16_t *low, float *back,
               int64_t numel, int round)
 {
     mp_error err;
@@ -561,10 +538,8 @@ produce_chain(producer *self, mp_table *table, mp_event *event, float *source, u
     mp_row down = cast_row(source, low, numel);
     mp_row up = {.src = low, .dst = back, .numel = numel, .src_dtype = MP_BF16, .add_dtype = MP_DTYPE_NONE,
                  .dst_dtype = MP_F32};
-    long failures = backend->table_set(table, &down, 1, &err) != MP_OK;
-    failures += backend->launch(table, 1, &err) != MP_OK;
-    failures += backend->table_set(table, &up, 1, &err) != MP_OK; /* while the other is pending */
-    failures += backend->launch(table, 1, &err) != MP_OK;
+    long failures = backend->launch(device, &down, 1, 1, &err) != MP_OK;
+    failures += backend->launch(device, &up, 1, 1, &err) != MP_OK;
     failures += backend->event_record(event, &err) != MP_OK;
     int done = 0;
     if (round % 3 == 0) {
@@ -585,20 +560,14 @@ producer_main(void *arg)
     int64_t numel = self->index % 2 ? 300 : 200000; /* at once, and in pieces */
     float *source = floats((size_t)numel, 0), *back = floats((size_t)numel, 0);
     uint16_t *low = malloc((size_t)numel * sizeof(*low));
-    mp_table *chain = NULL, *shared = NULL;
     mp_row row = add_row(self->shared, self->one, SHARED);
-    self->failures += backend->table_new(device, &chain, &err) != MP_OK;
-    self->failures += backend->table_new(device, &shared, &err) != MP_OK;
-    self->failures += backend->table_set(shared, &row, 1, &err) != MP_OK;
     for (int round = 0; round < ROUNDS; round++) {
         mp_event *event = NULL;
         self->failures += backend->event_get(device, &event, &err) != MP_OK;
-        self->failures += backend->launch(shared, 1, &err) != MP_OK;
-        self->failures += produce_chain(self, chain, event, source, low, back, numel, round);
+        self->failures += backend->launch(device, &row, 1, 1, &err) != MP_OK;
+        self->failures += produce_chain(self, event, source, low, back, numel, round);
         backend->event_put(event);
     }
-    backend->table_free(chain);
-    backend->table_free(shared);
     free(low);
     free(back);
     free(source);
@@ -629,7 +598,7 @@ static void *
 launch_main(void *arg)
 {
     mp_error err;
-    return backend->launch(arg, 1, &err) == MP_OK ? NULL : arg;
+    return backend->launch(device, arg, 1, 1, &err) == MP_OK ? NULL : arg; /* one row */
 }
 
 /* What is launched while another thread runs its rows at once is left to the worker, which sleeps. */
@@ -639,21 +608,20 @@ test_launch_behind_a_run_at_once(void)
     enum { LONG = 4000000 };
     float *values = floats(LONG, 0), *one = floats(LONG, 1);
     mp_row row = add_row(values, one, LONG);
-    mp_table *table = table_of(&row, 1);
     mp_event *event = event_new();
     void *failed;
     size_t kept = mp_host_set_inline_bytes(0);
-    OK(backend->launch(table, 1, &error)); /* there is a worker */
+    OK(backend->launch(device, &row, 1, 1, &error)); /* there is a worker */
     OK(backend->synchronize(device, &error));
     nap(5);
     mp_host_set_inline_bytes(SIZE_MAX);
     uint64_t launches = counters_now().launches;
-    pthread_t thread = spawn(launch_main, table);
+    pthread_t thread = spawn(launch_main, &row);
     do { /* until the other's run is seen, under way or, if this thread was not let run, over */
         nap(0);
         OK(backend->event_record(event, &error));
     } while (is_done(event) && counters_now().launches == launches);
-    OK(backend->launch(table, 1, &error));
+    OK(backend->launch(device, &row, 1, 1, &error));
     OK(backend->event_record(event, &error));
     while (!is_done(event)) { /* no help from here */
         nap(1);
@@ -663,47 +631,8 @@ test_launch_behind_a_run_at_once(void)
     CHECK(all_equal(values, LONG, 3));
     mp_host_set_inline_bytes(kept);
     backend->event_put(event);
-    backend->table_free(table);
     free(one);
     free(values);
-}
-
-/* One table, set by one thread and launched by another: each launch has one contents or the other. */
-static void *
-setter_main(void *arg)
-{
-    mp_row *rows = ((void **)arg)[0];
-    mp_table *table = ((void **)arg)[1];
-    mp_error err;
-    for (size_t i = 0; i < 2000; i++) {
-        if (backend->table_set(table, &rows[i % 2], 1 + i % 2, &err) != MP_OK) {
-            return arg;
-        }
-    }
-    return NULL;
-}
-
-static void
-test_table_set_by_another_thread(void)
-{
-    enum { LAUNCHES = 1000 };
-    float values[3] = {0}, one = 1;
-    mp_row rows[3] = {add_row(&values[0], &one, 1), add_row(&values[1], &one, 1), add_row(&values[2], &one, 1)};
-    mp_table *table = table_of(&rows[0], 1);
-    void *failed, *arg[2] = {rows, table};
-    size_t kept = mp_host_set_inline_bytes(SIZE_MAX);
-    pthread_t thread = spawn(setter_main, arg);
-    for (int i = 0; i < LAUNCHES; i++) {
-        mp_host_set_inline_bytes(i % 2 ? SIZE_MAX : 0);
-        OK(backend->launch(table, 1, &error));
-    }
-    pthread_join(thread, &failed);
-    CHECK(failed == NULL);
-    OK(backend->synchronize(device, &error));
-    mp_host_set_inline_bytes(kept);
-    CHECK_EQ(values[0] + values[1], LAUNCHES);
-    CHECK_EQ(values[1], values[2]);
-    backend->table_free(table);
 }
 
 /* --- fork --- */
@@ -733,18 +662,16 @@ child_works(void *arg)
     (void)arg;
     float *values = floats(MANY, 0), *one = floats(MANY, 1);
     mp_row row = add_row(values, one, MANY);
-    mp_table *table = table_of(&row, 1);
     mp_event *event = event_new();
-    OK(backend->launch(table, 1, &error));
+    OK(backend->launch(device, &row, 1, 1, &error));
     OK(backend->event_record(event, &error));
     while (!is_done(event)) { /* needs a worker of its own */
         nap(1);
     }
-    OK(backend->launch(table, 1, &error));
+    OK(backend->launch(device, &row, 1, 1, &error));
     OK(backend->synchronize(device, &error));
     CHECK(all_equal(values, MANY, 2));
     backend->event_put(event);
-    backend->table_free(table);
     free(one);
     free(values);
 }
@@ -789,21 +716,19 @@ child_cannot_start_threads(void *arg)
     pending *pending = arg;
     float value = 0, one = 1;
     mp_row row = add_row(&value, &one, 1);
-    mp_table *table = table_of(&row, 1);
     size_t kept = mp_host_set_inline_bytes(0);
     atomic_store(&no_threads, 1);
     OK(backend->event_wait(pending->event, NULL, &error)); /* the waiter does it all */
     CHECK(all_equal(pending->values, pending->numel, pending->expected));
-    CHECK_EQ(backend->launch(table, 1, &error), MP_ERR_DEVICE);
+    CHECK_EQ(backend->launch(device, &row, 1, 1, &error), MP_ERR_DEVICE);
     CHECK(strstr(error.text, "worker thread cannot be started") != NULL);
     OK(backend->synchronize(device, &error));
     CHECK_EQ(value, 0);
     atomic_store(&no_threads, 0);
-    OK(backend->launch(table, 1, &error));
+    OK(backend->launch(device, &row, 1, 1, &error));
     OK(backend->synchronize(device, &error));
     CHECK_EQ(value, 1);
     mp_host_set_inline_bytes(kept);
-    backend->table_free(table);
 }
 
 /* Forks at every stage of a long run of additions, which would tell a piece that ran twice or not at all. */
@@ -815,11 +740,10 @@ test_fork_in_the_middle(void)
                                            child_cannot_start_threads};
     float *values = floats(LONG, 0), *one = floats(LONG, 1);
     mp_row row = add_row(values, one, LONG);
-    mp_table *table = table_of(&row, 1);
     pending pending = {.event = event_new(), .values = values, .numel = LONG};
     for (size_t i = 0; i < 4; i++) {
         for (int launch = 0; launch < LAUNCHES; launch++) {
-            OK(backend->launch(table, 1, &error));
+            OK(backend->launch(device, &row, 1, 1, &error));
         }
         OK(backend->event_record(pending.event, &error));
         pending.expected += LAUNCHES;
@@ -828,7 +752,6 @@ test_fork_in_the_middle(void)
         CHECK(all_equal(values, LONG, pending.expected));
     }
     backend->event_put(pending.event);
-    backend->table_free(table);
     free(one);
     free(values);
 }
@@ -838,12 +761,11 @@ test_fork_while_held(void)
 {
     float value = 0, one = 1;
     mp_row row = add_row(&value, &one, 1);
-    mp_table *table = table_of(&row, 1);
     pending pending = {.event = event_new(), .values = &value, .numel = 1, .expected = 1};
     gate gate;
     size_t kept = mp_host_set_inline_bytes(0);
     gate_close(&gate);
-    OK(backend->launch(table, 1, &error));
+    OK(backend->launch(device, &row, 1, 1, &error));
     OK(backend->event_record(pending.event, &error));
     gate_wait_entered(&gate);
     waiter waiter = {.event = pending.event};
@@ -858,7 +780,6 @@ test_fork_while_held(void)
     gate_open(&gate, kept);
     CHECK_EQ(value, 1);
     backend->event_put(pending.event);
-    backend->table_free(table);
 }
 
 static atomic_int stop_launching;
@@ -866,12 +787,11 @@ static atomic_int stop_launching;
 static void *
 launcher_main(void *arg)
 {
-    mp_table *table = arg;
     mp_error err;
     mp_event *event = NULL;
     uintptr_t failures = backend->event_get(device, &event, &err) != MP_OK;
     for (unsigned i = 0; !atomic_load(&stop_launching); i++) {
-        failures += backend->launch(table, 1, &err) != MP_OK;
+        failures += backend->launch(device, arg, 1, 1, &err) != MP_OK; /* one row */
         failures += backend->event_record(event, &err) != MP_OK;
         failures += i % 4 == 0 && backend->event_wait(event, NULL, &err) != MP_OK;
     }
@@ -904,12 +824,11 @@ test_fork_while_others_launch(void)
     enum { LENGTH = 60000 };
     float *values = floats(LENGTH, 0), *one = floats(LENGTH, 1);
     mp_row row = add_row(values, one, LENGTH), small = add_row(values, one, 10);
-    mp_table *tables[3] = {table_of(&row, 1), table_of(&small, 1), table_of(&row, 1)};
     pthread_t launchers[3], forkers[2];
     void *failures;
     atomic_store(&stop_launching, 0);
     for (size_t i = 0; i < 3; i++) {
-        launchers[i] = spawn(launcher_main, tables[i]);
+        launchers[i] = spawn(launcher_main, i == 1 ? &small : &row);
     }
     for (size_t i = 0; i < 2; i++) {
         forkers[i] = spawn(forker_main, NULL);
@@ -922,7 +841,6 @@ test_fork_while_others_launch(void)
     for (size_t i = 0; i < 3; i++) {
         pthread_join(launchers[i], &failures);
         CHECK_EQ((uintptr_t)failures, 0);
-        backend->table_free(tables[i]);
     }
     OK(backend->synchronize(device, &error));
     free(one);
@@ -936,24 +854,20 @@ static mp_status
 use_everything(float *value, const float *one, mp_error *err)
 {
     mp_device *opened;
-    mp_table *table = NULL;
     mp_event *event = NULL;
     mp_row row = add_row(value, one, 1);
     int done;
     mp_status status = backend->open(0, &opened, err);
     status = status ? status : backend->order_after(device, NULL, err);
-    status = status ? status : backend->table_new(device, &table, err);
-    status = status ? status : backend->table_set(table, &row, 1, err);
     status = status ? status : backend->event_get(device, &event, err);
-    status = status ? status : backend->launch(table, 1, err);
+    status = status ? status : backend->launch(device, &row, 1, 1, err);
     status = status ? status : backend->event_record(event, err);
     status = status ? status : backend->event_query(event, &done, err);
     status = status ? status : backend->event_wait(event, NULL, err);
     status = status ? status : backend->event_synchronize(event, err);
-    status = status ? status : backend->launch_on(table, 1, NULL, err);
+    status = status ? status : backend->launch_on(device, &row, 1, 1, NULL, err);
     status = status ? status : backend->synchronize(device, err);
     backend->event_put(event);
-    backend->table_free(table);
     return status;
 }
 
@@ -975,7 +889,7 @@ test_every_entry_fails_on_request(void)
         mp_host_fail_at(0);
         check_usable();
         uint64_t calls = mp_host_fail_at(0);
-        CHECK_EQ(calls, 13); /* of 12 entries, one of them twice */
+        CHECK_EQ(calls, 11); /* of 10 entries, one of them twice */
         for (uint64_t nth = 1; nth < calls; nth++) {
             mp_host_fail_at(nth);
             CHECK_EQ(use_everything(&value, &one, &error), MP_ERR_DEVICE);
@@ -993,18 +907,16 @@ test_failed_launch_runs_nothing(void)
 {
     float value = 0, one = 1;
     mp_row row = add_row(&value, &one, 1);
-    mp_table *table = table_of(&row, 1);
     mp_counters before = counters_now();
     mp_host_fail_at(2);
-    OK(backend->launch(table, 1, &error));
-    CHECK_EQ(backend->launch(table, 1, &error), MP_ERR_DEVICE);
+    OK(backend->launch(device, &row, 1, 1, &error));
+    CHECK_EQ(backend->launch(device, &row, 1, 1, &error), MP_ERR_DEVICE);
     CHECK_STR_EQ(error.text, "host launch: made to fail by mp_host_fail_at (call 2)");
-    OK(backend->launch(table, 1, &error)); /* once only */
+    OK(backend->launch(device, &row, 1, 1, &error)); /* once only */
     OK(backend->synchronize(device, &error));
     CHECK_EQ(mp_host_fail_at(0), 4);
     CHECK_EQ(value, 2);
     CHECK_EQ(counters_now().launches, before.launches + 2);
-    backend->table_free(table);
 }
 
 static void
@@ -1023,7 +935,7 @@ test_memory_out(void)
         failed += status == MP_ERR_MEMORY;
         check_usable();
     }
-    CHECK_EQ(failed, 3); /* the table, its rows, the run; the event is pooled */
+    CHECK_EQ(failed, 1); /* the run with its rows; the event is pooled */
     for (size_t i = 0; i < EVENTS; i++) { /* until the pool is empty and beyond */
         malloc_fails_at(1);
         mp_status status = backend->event_get(device, &events[i], &error);
@@ -1034,7 +946,7 @@ test_memory_out(void)
         CHECK(events[i] != NULL && is_done(events[i]));
         failed += status == MP_ERR_MEMORY;
     }
-    CHECK(failed > 3);
+    CHECK(failed > 1);
     for (size_t i = 0; i < EVENTS; i++) {
         backend->event_put(events[i]);
     }
@@ -1065,17 +977,15 @@ exit_with_pending_work(int held)
     static float values[LONG], one[LONG];
     static gate gate;
     mp_row row = add_row(values, one, LONG);
-    mp_table *table = table_of(&row, 1);
     if (held) {
         gate_close(&gate);
     }
     for (int i = 0; i < 50; i++) {
-        OK(backend->launch(table, 1, &error));
+        OK(backend->launch(device, &row, 1, 1, &error));
     }
     if (held) {
         gate_wait_entered(&gate);
     }
-    backend->table_free(table);
     return check_failures != 0;
 }
 
@@ -1098,7 +1008,7 @@ ascending(const void *a, const void *b)
 
 /* Median time of a launch and, with `wait`, of waiting for it, `pause` ms after the one before. */
 static double
-measure_launch(mp_table *table, int wait, long pause)
+measure_launch(const mp_row *row, int wait, long pause)
 {
     enum { TIMES = 101 };
     double times[TIMES];
@@ -1106,7 +1016,7 @@ measure_launch(mp_table *table, int wait, long pause)
     for (size_t i = 0; i < TIMES; i++) {
         nap(pause);
         double begin = microseconds();
-        OK(backend->launch(table, 1, &error));
+        OK(backend->launch(device, row, 1, 1, &error));
         OK(backend->event_record(event, &error));
         if (wait) {
             OK(backend->event_wait(event, NULL, &error));
@@ -1130,17 +1040,15 @@ measure(void)
     printf("%10s %10s %14s %14s %14s\n", "KiB moved", "at once", "launch, asleep", "launch + wait", "non-temporal");
     for (size_t bytes = 3 << 10; bytes / 3 * 2 <= MOST; bytes *= 2) {
         mp_row row = cast_row(src, dst, (int64_t)(bytes / 6));
-        mp_table *table = table_of(&row, 1);
         mp_host_set_stream_bytes(SIZE_MAX);
         mp_host_set_inline_bytes(SIZE_MAX);
-        double at_once = measure_launch(table, 0, 0);
+        double at_once = measure_launch(&row, 0, 0);
         mp_host_set_inline_bytes(0);
-        double launch = measure_launch(table, 0, 1);
-        double waited = measure_launch(table, 1, 0);
+        double launch = measure_launch(&row, 0, 1);
+        double waited = measure_launch(&row, 1, 0);
         mp_host_set_stream_bytes(0);
-        double streamed = measure_launch(table, 1, 0);
+        double streamed = measure_launch(&row, 1, 0);
         printf("%10zu %10.1f %14.1f %14.1f %14.1f\n", bytes >> 10, at_once, launch, waited, streamed);
-        backend->table_free(table);
     }
     free(dst);
     free(src);
@@ -1159,17 +1067,16 @@ main(int argc, char **argv)
     test_error_text();
     test_knobs();
     test_events();
-    test_tables();
+    test_rows();
     test_counters();
     test_pieces();
     test_subnormals_survive_flushing();
     test_wait_blocks_until_released();
     test_record_again_while_waiting();
-    test_table_changes_while_pending();
+    test_rows_change_while_pending();
     test_probe_removed_while_held();
     test_producers();
     test_launch_behind_a_run_at_once();
-    test_table_set_by_another_thread();
     test_fork_in_the_middle();
     test_fork_while_held();
     test_fork_while_others_launch();
