@@ -82,13 +82,13 @@ mutate: $(BUILT) ## take waits, records and checks out of the CUDA code one at a
 
 MINUTES ?= 60
 soak: $(BUILT) ## train random models by random actions on four ranks for MINUTES=60, compare all, watch memory
-	OMP_NUM_THREADS=1 $(PY) tests/soak.py --minutes $(MINUTES)
+	OMP_NUM_THREADS=1 $(PY) tests/long/soak.py --minutes $(MINUTES)
 
 fuzz: $(BUILT) ## walks over training, DLPack descriptions and plans, chosen by fuzzers, MINUTES=60 each
-	@DDP_MP_FUZZ=$(MINUTES) $(PYTEST) tests/test_fuzz.py tests/test_exchange_fuzz.py tests/test_plan_fuzz.py
+	@DDP_MP_FUZZ=$(MINUTES) $(PYTEST) tests/long/test_fuzz.py tests/long/test_exchange_fuzz.py tests/long/test_plan_fuzz.py
 
 peers: $(BUILT) ## run PyTorch's own tests of DistributedDataParallel on patched models, write docs/peer-tests.md
-	$(PY) tests/peers.py
+	$(PY) tests/peers/peers.py
 
 bench: $(BUILT) ## run every benchmark; results as JSON, text and plots in benchmarks/results
 	$(PY) -m benchmarks

@@ -19,7 +19,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.harness import Report, model_names, settings
-from ddp_mp import _C, Options, shapes
+from ddp_mp import _C, Options
+from ddp_mp.tools import shapes
 
 LAUNCH = pathlib.Path(__file__).parents[1] / "csrc" / "cuda" / "launch.h"
 #: Bytes of a row, and of the numbers beside the rows: kernel_row and batch of csrc/cuda/launch.c.

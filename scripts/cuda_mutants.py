@@ -127,7 +127,7 @@ def mutants_of(stem: str) -> list[Mutant]:
 
 
 def ptx_of(image: bytes) -> dict[int, str]:
-    """The PTX of a fat binary by architecture.  The format is undocumented; see tests/simcuda/src/fatbin.hpp."""
+    """The PTX of a fat binary by architecture.  The format is undocumented; see tests/simulator/src/fatbin.hpp."""
     texts = {}
     header, size = struct.unpack_from("<H", image, 6)[0], struct.unpack_from("<Q", image, 8)[0]
     at = header
