@@ -3,8 +3,6 @@
 
 #include <unistd.h>
 
-#include "cuda/backend.h"
-
 static atomic_int driver_version;
 
 /* The process that called cuInit, 0 before that.  The driver does not survive a fork: some of its calls hang there. */

@@ -35,6 +35,9 @@ struct mp_device {
 /* Initialises the driver, once a process.  `index` is the device that an error names. */
 mp_status mp_cuda_initialise(const mp_cuda_api *api, int index, mp_error *err);
 
+/* Version of the driver's API as the driver gives it (13000 is 13.0); 0 before the first successful open. */
+int mp_cuda_driver_version(void);
+
 /* MP_OK unless this process was forked from one that had initialised CUDA.  Makes no driver call. */
 mp_status mp_cuda_check_fork(mp_error *err);
 

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "cuda/backend.h"
+#include "cuda/device.h"
 #include "host/backend.h"
 #include "host/convert.h"
 #include "cuda/embedded.h"

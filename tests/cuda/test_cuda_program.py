@@ -60,12 +60,12 @@ def run_sanitized(flavour: str, programs, image: Path, *arguments: str) -> None:
     run(programs(flavour), image, simulated_driver(SANITIZE[flavour]), *arguments, prefix=prefix)
 
 
-@pytest.mark.parametrize("flavour", ["plain", pytest.param("address", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("flavour", ["plain", pytest.param("address", marks=pytest.mark.long)])
 def test_backend_passes_on_the_simulated_driver(flavour, image, programs):
     run_sanitized(flavour, programs, image)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_threads_share_a_device_without_races(image, programs):
     run_sanitized("thread", programs, image, "threads")
 

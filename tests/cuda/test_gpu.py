@@ -97,7 +97,7 @@ def test_cast_kernel_large_and_many_equals_to(device):
 
 
 @needs_cuda
-@pytest.mark.slow
+@pytest.mark.long
 def test_cast_kernel_beyond_32_bits_of_elements_equals_to(device):
     count = (1 << 32) + 11
     if torch.cuda.mem_get_info(device)[0] < count * 5:

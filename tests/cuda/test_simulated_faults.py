@@ -61,7 +61,7 @@ def _wait_elsewhere(bench: Bench) -> None:
         _engine(bench).wait()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @on_ranks(1)
 @pytest.mark.parametrize("name", EVENTS)
 def test_fault_of_every_call_of_an_event_surfaces(rank: Rank, name: str) -> None:
@@ -104,7 +104,7 @@ WITH_OPTIONS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @on_ranks(1)
 @pytest.mark.parametrize(("options", "name"), WITH_OPTIONS)
 def test_fault_of_every_call_with_options_surfaces(rank: Rank, name: str, options: str) -> None:
@@ -192,7 +192,7 @@ CHANGES: dict[str, tuple[Callable[[Device], Wrapped], Callable[[Wrapped], object
 OF_AN_END = {"cuCtxPushCurrent", "cuEventQuery", "cuCtxPopCurrent"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @on_ranks(1)
 @pytest.mark.parametrize("name", CHANGES)
 def test_fault_of_every_call_around_patching_surfaces(rank: Rank, name: str) -> None:
@@ -243,7 +243,7 @@ ROOT_ACTIONS: dict[str, Action] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @on_ranks(1)
 @pytest.mark.parametrize("name", ROOT_ACTIONS)
@@ -325,7 +325,7 @@ OPENING_CALLS = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_fault_of_every_call_of_opening_a_device_surfaces(tmp_path: Path) -> None:
     failed = program(OPENING, tmp_path)
     for name in OPENING_CALLS:

@@ -89,7 +89,7 @@ def settled(walks: int, steps: int, **more: Any) -> settings:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(60 * MINUTES + 300)
 def test_fuzz_any_order_of_actions_equals_oracle(capsys: pytest.CaptureFixture[str]) -> None:
     if not MINUTES:

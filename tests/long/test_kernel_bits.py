@@ -134,7 +134,7 @@ def table_of(types: tuple[int, int, int], contents: tuple[np.ndarray, np.ndarray
 NOTHING = np.zeros(0, np.uint8)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("src", "dst"), PAIRS, ids=lambda type_: NAMES[type_])
 def test_kernel_bits_equal_to(texts: dict[int, bytes], src: int, dst: int) -> None:
     tried = 0
@@ -167,7 +167,7 @@ def sum_name(types: tuple[int, int]) -> str:
     return "+".join("none" if type_ == NONE else NAMES[type_] for type_ in types)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("types", SUMS, ids=sum_name)
 def test_kernel_sums_and_quotients_equal_pytorch(texts: dict[int, bytes], types: tuple[int, int]) -> None:
     src, add = types

@@ -280,7 +280,7 @@ def require_before_or_after(trial: Trial, before: list[torch.Tensor | None]) -> 
         assert old is None or torch.equal(param.grad, old)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @on_ranks(1)
 @pytest.mark.parametrize("wait", ["root", "module"])
 @pytest.mark.parametrize("scene", SCENES)

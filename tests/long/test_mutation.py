@@ -88,7 +88,7 @@ def test_mutation_script_finds_mutants_and_kills_some(image: bytes) -> None:
         assert {kind_of(mutant) for mutant in sample_of(mutants, 100)} == {kind_of(mutant) for mutant in mutants}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_mutation_script_judges_a_mutant_of_the_kernel(image: bytes) -> None:
     command = [sys.executable, str(SCRIPT), "--part", "ptx", "--architectures", "90", "--sample", "3", "--no-report"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)

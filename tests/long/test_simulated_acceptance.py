@@ -78,7 +78,7 @@ def run(harness: Path, schedule: str, seconds: float, *more: str) -> subprocess.
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", ["eager", "lazy"])
 def test_runner_of_an_acceptance_harness_notices_what_is_wrong(schedule: str, tmp_path: Path) -> None:
     harness = tmp_path / "harness.py"
@@ -98,7 +98,7 @@ def test_runner_without_a_harness_says_so(tmp_path: Path) -> None:
     assert "there is no harness" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("schedule", ["eager", "lazy", "random1", "thread"])
 def test_acceptance_harness_passes_on_the_simulated_device(schedule: str) -> None:

@@ -10,7 +10,7 @@ from kit.ranks import Rank, on_ranks
 from kit.walk import Walk
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_soak_on_four_ranks_for_a_moment_ends_well() -> None:
     soak.run(minutes=0.1, seed=3, ranks=4)
 

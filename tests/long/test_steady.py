@@ -51,7 +51,7 @@ def step(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, x: torc
         optimizer.zero_grad(set_to_none=number % 8 < 4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.skipif("DDP_MP_UNDER_SANITIZER" in os.environ, reason="a sanitizer keeps freed memory")
 @pytest.mark.timeout(900)  # under load

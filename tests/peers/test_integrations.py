@@ -187,7 +187,7 @@ def test_compiled_by_a_backend_that_keeps_the_operations_equals_oracle(tmp_path:
     assert "does not compile: 0\n" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled_by_inductor_is_close(tmp_path: Path) -> None:
     states, _, _ = run(tmp_path, "compiled")
     want = last(loops(load("compiled"), sgd()))
@@ -359,7 +359,7 @@ def hosts() -> Iterator[dict[str, str]]:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_hosts_meet_and_train_as_one(hosts: dict[str, str], tmp_path: Path) -> None:
     command = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=7"]
     first = next(iter(hosts.values()))

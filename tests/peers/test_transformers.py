@@ -132,7 +132,7 @@ UNUSED = ("mixtral",)
 MODELS = {make.__name__: make for make in (gpt2, bert, llama, llama_with_checkpoints, mixtral, t5, vit, whisper, resnet)}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @on_ranks(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_model_equals_oracle(rank: Rank, name: str) -> None:

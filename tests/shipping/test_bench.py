@@ -88,7 +88,7 @@ def table_of(result: subprocess.CompletedProcess[str]) -> str:
     return " ".join(result.stdout.split())  # a narrow terminal breaks the title
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_bench_without_options_times_a_gpt() -> None:
     text = table_of(run("--layers", "1"))
     assert "a GPT of 1 layers, 32 wide" in text
@@ -96,7 +96,7 @@ def test_bench_without_options_times_a_gpt() -> None:
     assert "times as long as ddp_mp's" in text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_bench_shapes_times_an_architecture() -> None:
     text = table_of(run("--shapes", "gpt2"))
     assert "gpt2, tiny sizes" in text
@@ -104,7 +104,7 @@ def test_bench_shapes_times_an_architecture() -> None:
     assert "times as long" in text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_bench_model_alone_times_a_stand_in(models: str) -> None:
     text = table_of(run("--model", f"{models}:Shop.net", "--real-size"))
     assert f"a stand-in for {models}:Shop.net, real sizes" in text
@@ -112,7 +112,7 @@ def test_bench_model_alone_times_a_stand_in(models: str) -> None:
     assert "times as long" in text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_bench_tied_model_says_why_pytorch_is_left_out(models: str) -> None:
     text = table_of(run("--model", f"{models}:tied"))
     assert "9 parameters" in text
@@ -120,7 +120,7 @@ def test_bench_tied_model_says_why_pytorch_is_left_out(models: str) -> None:
     assert "times as long" not in text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "given", "parameters"), [("net", "by_name", 10), ("linear", "positional", 2), ("linear", "single", 2)]
 )
@@ -186,7 +186,7 @@ def test_bench_contradicting_options_are_refused(capsys: pytest.CaptureFixture[s
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_bench_on_a_terminal_shows_progress() -> None:
     pytest.importorskip("tqdm")
     ours, theirs = pty.openpty()

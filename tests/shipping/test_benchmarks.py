@@ -31,7 +31,7 @@ def run(*module_and_arguments):
     return result.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", RESULTS)
 def test_benchmark_quick_run_writes_results(name, tmp_path):
     run(f"benchmarks.{name}", "--quick", "--output", tmp_path, "--tag", "quick")
@@ -48,7 +48,7 @@ def test_benchmark_quick_run_writes_results(name, tmp_path):
         assert content["machine"]["processor"] in text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_parts_twin_and_ours_cover_every_call(tmp_path):
     run("benchmarks.parts", "--quick", "--rounds", 1, "--output", tmp_path)
     rows = {row["part"]: row for row in json.loads((tmp_path / "parts.json").read_text())["rows"]}
@@ -81,7 +81,7 @@ def test_models_every_list_gives_the_parameters_it_promises():
         assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters()), name
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_demo_few_steps_trains_both_and_draws(tmp_path):
     printed = run("ddp_mp", "demo", "--steps", 6, "--output", tmp_path)
     runs = json.loads((tmp_path / "losses.json").read_text())
@@ -93,7 +93,7 @@ def test_demo_few_steps_trains_both_and_draws(tmp_path):
     assert "events" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_forward_parts_are_those_of_the_variant_and_make_the_whole(tmp_path):
     run("benchmarks.forward", "--quick", "--rounds", 1, "--output", tmp_path)
     rows = {row["variant"]: row for row in json.loads((tmp_path / "forward.json").read_text())["rows"]}
@@ -104,7 +104,7 @@ def test_forward_parts_are_those_of_the_variant_and_make_the_whole(tmp_path):
         assert sum(row[f"{part} ms"]["median"] for part in parts) == pytest.approx(row["forward ms"]["median"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["hooks", "parts", "cast"])
 def test_benchmark_of_a_model_that_is_not_there_says_which_are(name):
     command = [sys.executable, "-m", f"benchmarks.{name}", "--models", "gpt2,bert"]

@@ -24,7 +24,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_check_of_this_machine_passes_and_leaves_nothing(tmp_path: pathlib.Path) -> None:
     temporary, elsewhere = tmp_path / "temporary", tmp_path / "elsewhere"
     temporary.mkdir()
@@ -138,7 +138,7 @@ def dies(rank: int, place: torch.device) -> list[str]:
     os._exit(3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_check_says_what_processes_found_or_that_they_gave_no_answer() -> None:
     first, second = check.two_processes(fails, CPU)
     assert first == "rank 0: one and one is three"

@@ -116,7 +116,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
         dist.destroy_process_group()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("page", PAGES)
 def test_page_examples_do_what_is_shown(page: str, own_folder: Path) -> None:

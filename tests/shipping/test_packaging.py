@@ -198,7 +198,7 @@ def require_manylinux(wheel: Path) -> None:
     assert "libcuda" not in shown.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_source_distribution_builds_without_torch_and_nvcc(tmp_path: Path) -> None:
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     if tracked.returncode != 0:

@@ -53,7 +53,7 @@ def run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedP
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=200)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["here", "spawned", "command"])
 @pytest.mark.parametrize("as_module", [False, True])
 def test_run_patches_the_model_of_the_program_and_of_its_children(where: str, as_module: bool, tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_run_patches_the_model_of_the_program_and_of_its_children(where: str, as
         assert Path(said["path"]) == tmp_path
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_run_reads_variables_and_options_win(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     variables = {"DDP_MP_PARAM_DTYPE": "float16", "DDP_MP_REDUCE_DTYPE": "bfloat16"}

@@ -1,6 +1,6 @@
 """pytest fixtures over the simulated driver.
 
-A test module of the extension takes them with ``from simcuda.fixtures import ...`` in its conftest.  Every fixture ends
+A test module of the extension takes them with ``from simulator.fixtures import ...`` in its conftest.  Every fixture ends
 by checking that the report is empty and that nothing is alive which was not alive before.
 """
 

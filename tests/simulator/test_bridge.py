@@ -12,6 +12,8 @@ from .bridge import Bridge
 from .caster import Caster
 from .sim import Schedule
 
+pytestmark = pytest.mark.long
+
 
 def make_model() -> nn.Module:
     torch.manual_seed(0)

@@ -11,6 +11,8 @@ import pytest
 from .images import kernel
 from .sim import Range, Schedule
 
+pytestmark = pytest.mark.long
+
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)
 INCREMENT = "ld.global.u32 %r1, [%d0]; add.u32 %r1, %r1, 1; st.global.u32 [%d0], %r1;"
 

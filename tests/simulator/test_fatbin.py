@@ -11,6 +11,8 @@ from .build import fatbin, nvcc, run
 from .images import ARCHITECTURES, kernel, sample
 from .sim import Schedule
 
+pytestmark = pytest.mark.long
+
 SOURCE = Path(__file__).parent / "kernels" / "sample.cu"
 
 

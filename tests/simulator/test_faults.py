@@ -12,6 +12,8 @@ from .driver import DriverError
 from .images import kernel
 from .sim import Schedule
 
+pytestmark = pytest.mark.long
+
 
 def cast_once(simulator, cu) -> None:
     master, copy = np.ones(2000, np.float32), np.zeros(2000, np.uint16)

@@ -7,6 +7,8 @@ import pytest
 from .fixtures import Checked, _finish
 from .sim import Range, Schedule
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def checked(simulator, cu) -> Checked:

@@ -13,6 +13,8 @@ from .fixtures import Checked
 from .images import kernel
 from .sim import Schedule, Simulator
 
+pytestmark = pytest.mark.long
+
 MANY = 1 << 20
 BITS = {"u8": np.uint8, "b16": np.uint16, "b32": np.uint32, "b64": np.uint64}
 REGISTERS = {"u8": "%h", "b16": "%h", "b32": "%r", "b64": "%d"}

@@ -12,6 +12,8 @@ from .images import ARCHITECTURES, kernel, sample
 from .sim import Schedule
 from .test_instructions import floats
 
+pytestmark = pytest.mark.long
+
 DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16, "f16": torch.float16}
 PAIRS = ["f32 bf16", "f32 f16", "f32 f64", "bf16 f32", "f16 f32", "f64 f32", "bf16 f16", "f16 bf16"]
 

@@ -17,6 +17,8 @@ from .driver import Driver, DriverError
 from .images import kernel
 from .sim import Range, Schedule, Simulator
 
+pytestmark = pytest.mark.long
+
 CAPABILITY_MAJOR, CAPABILITY_MINOR, MULTIPROCESSORS = 75, 76, 16
 
 
@@ -240,7 +242,7 @@ def test_threads_may_share_the_driver(sim, cu):
     cu.cuDevicePrimaryCtxRelease(0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("sanitize", ["thread", "address,undefined"])
 def test_native_client_is_clean_under_sanitizers(sanitize, tmp_path):
     """A C++ client with threads; the simulator itself is instrumented too."""

@@ -11,6 +11,8 @@ from .driver import DriverError
 from .images import kernel
 from .sim import Range, Schedule
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def stream(sim, cu):

@@ -14,6 +14,8 @@ from .images import sample
 from .sim import HOST, Range, Schedule
 from .test_instructions import assert_same_floats, bf16, floats, widened
 
+pytestmark = pytest.mark.long
+
 SIZES = [5000, 17, 4096, 1, 8193]
 
 

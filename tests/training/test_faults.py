@@ -52,7 +52,7 @@ def fail_at_the_last_bucket(_, bucket):  # type: ignore[no-untyped-def] # PyTorc
 GROUP: list[Any] = []  # of the test under way
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @on_ranks(2)
 @pytest.mark.parametrize("where", ["forward", "first gradient", "last gradient", "communication"])
 def test_rank_that_fails_ends_the_others_with_an_error_and_no_numbers(rank: Rank, where: str) -> None:
@@ -76,7 +76,7 @@ def test_rank_that_fails_ends_the_others_with_an_error_and_no_numbers(rank: Rank
     GROUP.clear()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["error", "exit", "kill"])
 def test_rank_whose_process_ends_inside_a_hook_ends_the_others(tmp_path: Any, how: str) -> None:
     ending = {"error": "raise ValueError('no luck')", "exit": "os._exit(3)", "kill": "os.kill(os.getpid(), 9)"}[how]
@@ -111,7 +111,7 @@ def test_rank_whose_process_ends_inside_a_hook_ends_the_others(tmp_path: Any, ho
     assert programs[1].returncode == {"error": 1, "exit": 3, "kill": -9}[how]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rank_that_goes_on_after_its_error_never_gives_the_others_numbers(tmp_path: Any) -> None:
     programs = [
         start(
@@ -245,7 +245,7 @@ ENDINGS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("pending", ENDINGS)
 def test_interpreter_ends_quietly_with_work_pending(tmp_path: Any, pending: str) -> None:
     program = start(
@@ -262,7 +262,7 @@ def test_interpreter_ends_quietly_with_work_pending(tmp_path: Any, pending: str)
     assert "Traceback" not in errors
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_thread_of_the_process_group_outlives_it(tmp_path: Any) -> None:
     """One that does may want Python when it has ended, to free what was reduced last; that aborts the process."""
     program = start(
@@ -284,7 +284,7 @@ def test_no_thread_of_the_process_group_outlives_it(tmp_path: Any) -> None:
     assert (program.returncode, out) == (0, "True\n[]\n"), errors
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_interpreter_waits_until_the_process_group_lets_go_of_what_was_reduced() -> None:
     """With a model that outlives its group, and with threads of the group that get to run only while Python waits."""
     program = start(
@@ -315,7 +315,7 @@ def test_interpreter_waits_until_the_process_group_lets_go_of_what_was_reduced()
     assert (program.returncode, out) == (0, "0\n" * 8), errors
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_interpreter_ends_beside_a_collective_that_never_does_and_a_child_knows_of_none() -> None:
     program = start(
         """
@@ -346,7 +346,7 @@ class Rows(Dataset[torch.Tensor]):
         return torch.full((8,), index / 16)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @on_ranks(2)
 def test_fork_of_data_workers_after_training_began_disturbs_nothing(rank: Rank) -> None:
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # who is may have no children
@@ -367,7 +367,7 @@ def test_fork_of_data_workers_after_training_began_disturbs_nothing(rank: Rank) 
         _C.host_set_inline_bytes(inline)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @on_ranks(1)
 def test_fork_child_computes_with_the_patched_model(rank: Rank) -> None:
     inline = _C.host_set_inline_bytes(0)
@@ -387,7 +387,7 @@ def test_fork_child_computes_with_the_patched_model(rank: Rank) -> None:
 # --- threads -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @on_ranks(1)
 @pytest.mark.parametrize("inline", [0, 1 << 20], ids=["worker", "inline"])
 def test_threads_eight_models_each_are_trained_as_if_alone(rank: Rank, inline: int) -> None:
@@ -415,7 +415,7 @@ def test_threads_eight_models_each_are_trained_as_if_alone(rank: Rank, inline: i
     assert errors == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @on_ranks(1)
 def test_threads_patch_and_unpatch_while_another_model_trains(rank: Rank) -> None:
     trained = DistributedDataParallel(scalar())
