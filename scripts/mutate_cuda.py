@@ -165,7 +165,7 @@ class Bench:
         jobs = [(ROOT / "csrc" / f"{stem}.c", self._object(stem)) for stem in PROGRAM_SOURCES + CASTS]
         jobs.append((PROGRAM, WORK / "test_cuda.o"))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            includes = ["-I", ROOT / "tests" / "simulator"]
+            includes = ["-I", ROOT / "tests" / "simulator", "-I", ROOT / "tests" / "kit" / "c"]
             list(pool.map(lambda job: must([CC, *C_FLAGS, *includes, "-c", job[0], "-o", job[1]]), jobs))
 
     def _object(self, stem: str) -> Path:
@@ -245,7 +245,7 @@ class Bench:
     def run_rows(self, image: Path, architecture: str) -> int:
         """Runs a kernel over every kind of row; makes the expected result, or compares with it."""
         rows = [ROOT / "tests" / "kit" / "kernel_rows.py", image, architecture, WORK / "rows.npz"]
-        return run([sys.executable, *rows], HANGS["kernel"])[0]
+        return run([sys.executable, *rows], HANGS["kernel"], environment={"PYTHONPATH": str(ROOT / "tests")})[0]
 
     def try_ptx(self, mutant: Mutant) -> str:
         """Decides the verdict of a mutant of the kernel."""
