@@ -337,7 +337,8 @@ of a driver's code, and each condition under which a function refuses, behaves a
 `tests/cuda/c/test_cuda.c`, then by training on the simulated driver."""
 PTX_TEXT = """One instruction is changed into another: conditions, arithmetic, rounding, addresses, stores, jumps, constants.
 Copies between registers, exact conversions and loads of parameters are left as they are. Tried with
-`tests/kit/kernel_rows.py`. The image holds a text for each architecture; those named together differ in nothing but the name: {texts}. {chosen}."""
+`tests/kit/kernel_rows.py`. The image holds a text for each architecture; those named together differ in nothing
+but the name: {texts}. {chosen}."""
 
 
 def c_part(bench: Bench, options: argparse.Namespace, verdicts: Verdicts) -> list[Mutant]:
