@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from modules import column, scalar
-from oracle import BF16, F32, patched
-from ranks import Rank, on_ranks
+from kit.modules import column, scalar
+from kit.oracle import BF16, F32, patched
+from kit.ranks import Rank, on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
