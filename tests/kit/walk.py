@@ -129,6 +129,8 @@ class Subject:
         self.writes += 1
         if visible and SPECS[self.name].unused:
             self.waiting.clear()  # autograd would refuse on some ranks only, and the others would wait for them
+        if visible:  # autograd refuses halfway, and masters keep what has reached them directly, as in plain DDP
+            self.waiting = [waiting for waiting in self.waiting if waiting.kind not in ("full", "penalty")]
         for waiting in self.waiting:
             waiting.stale = waiting.stale or visible
 
