@@ -37,11 +37,27 @@ class AutocastForward:
             with torch.autocast(kind, dtype=dtype, enabled=dtype is not None):
                 return original(*args, **kwargs)
 
+        def refuse_clone(called: nn.Module, args: Any) -> None:
+            # a copy of __dict__ takes the hooks along too
+            if called is not module:
+                raise RuntimeError(
+                    "ddp_mp: a shallow clone of a module that is patched with Options.autocast was called; its forward is that "
+                    "of the original, and would compute with the original's parameters: clone copy.copy(module), which has a "
+                    "forward of its own"
+                )
+
         forward.__dict__["ddp_mp_own"] = self._own
         module.__dict__["forward"] = self._forward = forward
+        self._handle = module.register_forward_pre_hook(refuse_clone)
+
+    @property
+    def hook_id(self) -> int:
+        """Key of the hook in the module's hook dictionaries."""
+        return self._handle.id
 
     def remove(self) -> None:
         """The module's own forward again.  One that somebody has put around ours stays, and passes everything through."""
+        self._handle.remove()
         if self._module.__dict__.get("forward") is self._forward:
             if self._own is None:
                 del self._module.__dict__["forward"]

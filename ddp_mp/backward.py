@@ -16,7 +16,7 @@ import torch
 from torch.autograd import Variable
 
 from .hooks import span, weakly
-from .leaves import LeafPool, Placement, Region, place, take_back
+from .leaves import LeafPool, Placement, Region, place, take_back, uncover
 from .log import logger
 from .reducer import Reducer
 from .step import Pass
@@ -76,8 +76,10 @@ class Backward:
     def add(self, new: Pass, outputs: list[torch.Tensor], keep: object) -> None:
         """A forward with gradients ended with these outputs (those that require grad)."""
         # a forward without a known output cannot be seen to die: the next forward takes its place
-        if self.passes:
-            self.passes = [p for p in self.passes if p.pending and p.watched]
+        for earlier in self.passes:
+            if not earlier.watched:
+                earlier.finish()
+        self.passes = [p for p in self.passes if p.pending]
         if outputs:
             new.watch(outputs, self._on_reached, self._on_dead, keep)
         self.passes.append(new)
@@ -98,6 +100,19 @@ class Backward:
             self.fail()
 
     # --- backwards ---------------------------------------------------------------------------------------------------
+
+    def show_masters(self) -> Callable[[], None]:
+        """What a backward of this thread computes again finds masters, until the function that is returned is called."""
+        running = self._running
+        if running is None or not running.placements or not running.known_to(get_ident()):
+            return lambda: None
+        show_leaves, was_low, self.region.low = uncover(running.placements), self.region.low, False
+
+        def end() -> None:
+            show_leaves()
+            self.region.low = was_low
+
+        return end
 
     def late(self, row: int, elsewhere: bool) -> None:
         """A gradient arrived and no backward is known: the last forward's, whose outputs the loss did not come through.
@@ -141,7 +156,8 @@ class Backward:
     def _begin(self, reached: Pass) -> None:
         running = self._running = _Running(torch._C._current_graph_task_id(), reached.sync, self.region.low)
         self._reach(running, reached)
-        self.reducer.begin(reached.sync, early=self._may_reduce_early(reached))
+        several = self._several_casts(reached)
+        self.reducer.begin(reached.sync, early=not several and self._may_reduce_early(reached), several=several)
         Variable._execution_engine.queue_callback(_End(self, running))
 
     def _reach(self, running: _Running, reached: Pass) -> None:
@@ -150,6 +166,8 @@ class Backward:
         finished = reached.done and not reached.kept  # autograd has its own error for a graph that is gone
         reached.kept = _graph_is_kept()
         if reached.generation is not None and not finished and reached is not self.forwarding:
+            for generation in reached.generations:
+                generation.match_again()
             running.placements.append(place(reached.generation))
             self.region.low = True
 
@@ -160,10 +178,12 @@ class Backward:
         previous = self.previous()
         if previous is not None and any(p.pending for p in previous.passes):
             return False
-        for p in self.passes:
-            if p is not reached and p.pending and (p.generation is not reached.generation or not p.sync):
-                return False
-        return True
+        return all(p is reached or p.sync or not p.pending for p in self.passes)
+
+    def _several_casts(self, reached: Pass) -> bool:
+        """Whether graphs that wait, which the backward may go through too, hold leaves of other casts."""
+        waiting = [p for p in self.passes if p is not reached and p.pending]
+        return bool(reached.earlier) or any(p.earlier or p.generation is not reached.generation for p in waiting)
 
     def _finish(self, running: _Running) -> None:
         if self._running is not running:
@@ -193,9 +213,8 @@ class Backward:
             for placement in placements:
                 take_back(placement)
             self.region.low = running.was_low
-            for reached in running.passes:
-                if reached.generation is not None:
-                    self.pool.free(reached.generation)
+            for generation in [each for reached in running.passes for each in reached.generations]:
+                self.pool.free(generation)
 
     def _reduce(self, running: _Running) -> None:
         complete = self.reducer.finish(running.sync)

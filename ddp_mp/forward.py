@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .hooks import CallFrame, module_call, span, untraced, weakly
-from .leaves import Placement, ReplacedError, take_back
+from .leaves import Generation, Placement, ReplacedError, take_back
 from .options import Options
 from .plan import Plan
 from .step import Pass
@@ -27,13 +27,14 @@ _transform = torch._C._functorch.peek_interpreter_stack
 class _Call:
     """One call of the wrapped module under way."""
 
-    __slots__ = ("frame", "handled", "inside", "placement", "plan", "stands_for", "was_low")
+    __slots__ = ("earlier", "frame", "handled", "inside", "placement", "plan", "stands_for", "was_low")
 
     def __init__(self, frame: FrameType, handled: BaseException | None) -> None:
         self.frame = CallFrame(frame)
         self.handled = handled  # the exception being handled when the call began: an error of the call is another one
         self.plan: Plan | None = None  # None: plain tensors stand in for the parameters (functional_call)
         self.placement: Placement | None = None
+        self.earlier: list[Pass] = []  # each stands for leaves that were placed before, which its graph may still need
         self.was_low = False
         self.stands_for: Pass | None = None  # what a backward inside this forward belongs to
         self.inside = False  # the module called itself, or a checkpoint computes it again inside a backward
@@ -184,11 +185,20 @@ class Forward:
             plan.pool.wait()  # with wait="module", of what no module has waited for: masters may be written from now on
             self._carry(call.placement)
         failed = sys.exc_info()[1] is not call.handled
+        outer = next((c for c in reversed(self._calls) if c is not call and c.frame.thread == call.frame.thread), None)
+        if outer is not None and call.placement is not None:
+            # the graph of the outer call is that of this one too
+            outer.earlier += [Pass(g) for g in {*self._earlier(call), call.placement.generation}]
         if not (failed or call.inside) and torch.is_grad_enabled():
             outputs = [t for t in tensors_in(output) if t.requires_grad and t.grad_fn is not None]
             if outputs or plan.trains:
-                new = Pass(None if call.placement is None else call.placement.generation)
+                own = None if call.placement is None else call.placement.generation
+                new = Pass(own, [g for g in self._earlier(call) if g is not own])
                 plan.backward.add(new, outputs, (self._keep(), plan))
+
+    @staticmethod
+    def _earlier(call: _Call) -> set[Generation]:
+        return {held.generation for held in call.earlier if held.generation is not None}
 
     def _put_away(self, call: _Call) -> None:
         plan, placement = call.plan, call.placement
@@ -199,44 +209,58 @@ class Forward:
             plan.region.low = call.was_low
             if plan.backward.forwarding is call.stands_for:
                 plan.backward.forwarding = None
+            for held in call.earlier:
+                held.finish()
             if placement is not None:
                 take_back(placement)
                 plan.pool.free(placement.generation)
+            if call.earlier:
+                plan.pool.free_unused()
 
     # --- masters and leaves inside a forward -------------------------------------------------------------------------
 
     def masters_stepped(self) -> None:
         """Masters were written inside a forward of this thread: what it goes on to compute uses their new values."""
-        call = self._inner()
-        if call is not None and call.placement is not None and call.plan is not None:
-            self._carry(call.placement)
-            placement, call.placement = call.placement, None
-            call.placement = call.plan.pool.place_present(instead_of=placement)
-            call.plan.waits.at_root()
-            call.plan.pool.free(placement.generation)
+        self.show_masters()()
 
-    def show_masters(self) -> Callable[[], None] | None:
-        """Inside a forward of this thread: its sites hold masters until the function that is returned is called.
-
-        None outside a forward.
-        """
-        call = self._inner()
-        if call is None or call.placement is None or call.plan is None:
-            return None
-        plan, placement = call.plan, call.placement
-        self._carry(placement)
-        take_back(placement)
-        placement.generation.placed += 1  # its memory stays
-        plan.region.low, call.placement = False, None
+    def show_masters(self) -> Callable[[], None]:
+        """Forwards of this thread find masters in their sites, until the function that is returned is called."""
+        calls = self._placed_here()
+        lows = [(call.plan.region, call.plan.region.low) for call in calls if call.plan is not None]
+        for call in calls:
+            self._leave_leaves(call)
+        for region, _ in lows:
+            region.low = False
 
         def show_leaves() -> None:
-            placement.generation.placed -= 1
-            call.placement = plan.pool.place_present()
-            plan.region.low = True
-            plan.waits.at_root()
-            plan.pool.free(placement.generation)
+            for call in calls:
+                self._place_again(call)
+            for region, low in lows:
+                region.low = low
 
         return show_leaves
+
+    def _placed_here(self) -> list[_Call]:
+        """Calls of this thread that have placed leaves, the outermost first."""
+        thread = get_ident()
+        return [call for call in self._calls if call.placement is not None and call.frame.thread == thread]
+
+    def _leave_leaves(self, call: _Call) -> None:
+        """Takes the leaves of a forward back; its graph may hold them, as far as it goes."""
+        placement, call.placement = call.placement, None
+        assert placement is not None
+        self._carry(placement)
+        take_back(placement)
+        call.earlier.append(Pass(placement.generation))
+
+    @staticmethod
+    def _place_again(call: _Call) -> None:
+        """Places leaves that hold what the masters have now; those that were placed before stay as they are."""
+        plan = call.plan
+        assert plan is not None
+        plan.pool.changed()
+        call.placement = plan.pool.place_present()
+        plan.waits.at_root()
 
     def _carry(self, placement: Placement) -> None:
         """What the module has written into leaves, and set on them, reaches the masters."""

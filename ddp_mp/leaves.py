@@ -169,6 +169,8 @@ class Group:
         arenas.allocate()
         if self.bound is not arenas:
             self.bound = None
+            if [_facts(row.master) for row in self.rows] != self.seen:
+                raise ReplacedError  # another type or layout since the plan was built
             self.engine.bind([row.master for row in self.rows], arenas.leaves, arenas.arenas)
             self.bound = arenas
         status = self.engine.check_and_cast()
@@ -227,7 +229,8 @@ class Generation:
     Attributes:
         leaves: one per parameter that is cast, in the order of ``LeafPool.rows``.
         passes: forwards whose graphs hold these leaves.
-        placed: how many placements hold these leaves in the modules' sites now.
+        placed: how many placements hold these leaves in the modules' sites now, or have left them for a while.
+        rematched: whether a later forward than one of ``passes`` has set ``requires_grad``.
     """
 
     def __init__(self, pool: LeafPool) -> None:
@@ -246,6 +249,7 @@ class Generation:
         self.rnns = _second_lists(pool.rows)
         self.passes: list[Any] = []
         self.placed = 0
+        self.rematched = False
         for row, leaf in zip(pool.rows, self.leaves, strict=True):
             pool.on_new_leaf(row, leaf)
         self.sites.remember()
@@ -255,6 +259,16 @@ class Generation:
         if self.passes:
             self.passes = [p for p in self.passes if p.pending]
         return bool(self.passes)
+
+    def match(self) -> None:
+        """A forward begins: ``requires_grad`` of every leaf becomes its master's."""
+        self.rematched = self.pending()
+        self.sites.match()
+
+    def match_again(self) -> None:
+        """A backward begins: the master's ``requires_grad`` counts, and not what it was in a forward that came later."""
+        if self.rematched:
+            self.sites.match()
 
     @property
     def allocated(self) -> bool:
@@ -310,17 +324,14 @@ class LeafPool:
         """Bytes of low-precision memory held now."""
         return sum(generation.nbytes for generation in self.generations)
 
-    def place_present(self, instead_of: Placement | None = None) -> Placement:
-        """Places leaves that hold the masters' present values; ``instead_of``: that placement ends.
+    def place_present(self) -> Placement:
+        """Places leaves that hold the masters' present values.
 
         Raises ReplacedError when the plan must be built anew, ValueError by name for a parameter of another shape.
         """
         self._busy = True
         try:
-            generation = self._present()
-            if instead_of is not None:
-                take_back(instead_of)
-            return place(generation)
+            return place(self._present())
         finally:
             self._busy = False
 
@@ -337,7 +348,7 @@ class LeafPool:
             self.casts += 1
         if self._keep:
             self._ready = generation
-        generation.sites.match()
+        generation.match()
         return generation
 
     def changed(self) -> None:
@@ -378,7 +389,7 @@ class LeafPool:
         """Gives the memory of leaves back that nobody needs, or leaves it to those who still refer to it."""
         if generation.placed or generation is self._ready or self._busy or generation.pending():
             return
-        if len(self.generations) > 1 and generation is not self.generations[0]:
+        if generation in self.generations[1:]:
             self.generations.remove(generation)
         if not generation.allocated:
             return
@@ -406,6 +417,8 @@ class LeafPool:
         """Every leaf that stands for the master in a graph that may still have a backward."""
         for index, row in enumerate(self.rows):
             if row.master is master:
+                for generation in self.generations:
+                    generation.match_again()
                 return [g.leaves[index] for g in self.generations if g.allocated and g.leaves[index].requires_grad]
         return []
 
@@ -489,6 +502,12 @@ _active: list[Placement] = []
 def place(generation: Generation) -> Placement:
     """Puts the leaves into their sites, over what other placements hold there."""
     placement = Placement(generation)
+    _put(placement)
+    return placement
+
+
+def _put(placement: Placement) -> None:
+    generation = placement.generation
     generation.placed += 1
     if not generation.sites.place():
         placement.crossed = True
@@ -497,7 +516,6 @@ def place(generation: Generation) -> Placement:
         _store(generation, None)
     _active.append(placement)
     _keep_in_step(generation)
-    return placement
 
 
 def take_back(placement: Placement) -> None:
@@ -516,6 +534,21 @@ def take_back(placement: Placement) -> None:
             if other.crossed:
                 _store(other.generation, own)
     _keep_in_step(generation)
+
+
+def uncover(placements: Sequence[Placement]) -> Callable[[], None]:
+    """Sites hold what lies below these placements, until the function that is returned is called."""
+    for placement in placements:
+        take_back(placement)
+    for placement in placements:
+        placement.generation.placed += 1  # its memory stays
+
+    def cover() -> None:
+        for placement in placements:
+            placement.generation.placed -= 1
+            _put(placement)
+
+    return cover
 
 
 def _store(generation: Generation, among: set[tuple[int, str]] | None) -> None:

@@ -121,15 +121,15 @@ class PatchedModel:
             self.plan.pool.prefetch()
 
     def full_precision(self) -> Callable[[], None]:
-        """Masters inside a forward of this thread, or in calls that begin from now on; what is returned ends it."""
-        end = self.forward.show_masters()
-        if end is not None:
-            return end
+        """Masters in what this thread has under way, and in calls that begin from now on; what is returned ends it."""
+        show_leaves = self.plan.backward.show_masters(), self.forward.show_masters()
         self.forward.full_depth += 1
 
         def leave() -> None:
             self.forward.full_depth -= 1
             self.plan.pool.maybe_written()
+            for show in show_leaves:
+                show()
 
         return leave
 
@@ -176,7 +176,7 @@ class PatchedModel:
         return (ddp is not None and bool(ddp.find_unused_parameters)) or self.static_graph, self.static_graph
 
     def _hook_ids(self) -> set[int]:
-        return self.forward.hook_ids | self.plan.full_modules.hook_ids | self.plan.waits.hook_ids
+        return self.forward.hook_ids | self.plan.hook_ids
 
     # --- the plan follows the module ---------------------------------------------------------------------------------
 

@@ -77,10 +77,15 @@ class Plan:
         self.backward.reducer = self.reducer
         self.waits = Waits(module, self.pool, by_module=options.wait == "module")
         self.full_modules.attach()
-        self._forwards = []
+        self._forwards: list[AutocastForward] = []
         if options.autocast and precision.param_dtype is not None:
             full = [AutocastForward(member.module, None, self.region) for member in self.full_modules.outermost]
             self._forwards = [AutocastForward(module, precision.param_dtype, self.region), *full]
+
+    @property
+    def hook_ids(self) -> set[int]:
+        """Keys of the plan's hooks in the modules' hook dictionaries."""
+        return self.full_modules.hook_ids | self.waits.hook_ids | {forward.hook_id for forward in self._forwards}
 
     def retire(self) -> None:
         """Another plan takes over.  Hooks that hear of gradients stay for forwards that still have their backward."""

@@ -71,6 +71,8 @@ class Reducer:
         self._out_of_step = False  # a round failed on this rank: other ranks may have gone on
         self._pending: list[Any] = []
         self._extra: Extra = {}
+        self._several = False  # a master may get gradients by several leaves in the backward under way
+        self._to_show: dict[int, None] = {}  # rows whose hooks wait for all of them
         self.gradients = self._new_gradients(is_cast, on_first)
         self._hooks = [_MasterHook(e.master, self.gradients.hook(row)) for row, e in enumerate(self.entries)]
         self._direct = [hook for hook, cast in zip(self._hooks, is_cast, strict=True) if not cast]
@@ -120,8 +122,13 @@ class Reducer:
 
     # --- a backward --------------------------------------------------------------------------------------------------
 
-    def begin(self, sync: bool, early: bool) -> None:
-        """A backward starts.  ``sync``: it is to be reduced; ``early``: buckets may be reduced before it ends."""
+    def begin(self, sync: bool, early: bool, several: bool) -> None:
+        """A backward starts.
+
+        ``sync``: it is to be reduced; ``early``: buckets may be reduced before it ends; ``several``: leaves of more than one
+        cast may take part.
+        """
+        self._several = several
         for hook in self._direct:
             hook.order()
         self.gradients.begin(sync and early and not self.hold and self.rounds > 0)
@@ -165,6 +172,7 @@ class Reducer:
         Returns whether the round is complete.  An incomplete one (some expected gradient is missing, and unused parameters
         were not announced) waits for another backward; :meth:`require_closed` complains about it at the next forward.
         """
+        self._show_sums()
         complete = sync and (self._next == len(self.buckets) or self.any_unused or not self._missing())
         used = None
         if complete:
@@ -188,6 +196,7 @@ class Reducer:
         for bucket in self.buckets[self._next - len(self._pending) : self._next]:
             bucket.forget()  # a collective under way may still write there
         self._extra.clear()
+        self._to_show.clear()
         try:
             self.gradients.abort()
         finally:
@@ -231,7 +240,22 @@ class Reducer:
             if holder is None or holder.grad is None:
                 continue
             part, holder.grad = holder.grad.to(master.dtype), None
-            self._add(row, _hooked(master, part))
+            self._add(row, part if self._several else _hooked(master, part))
+        if self._several:
+            self._to_show[row] = None
+        else:
+            self._show(row, master)
+
+    def _show_sums(self) -> None:
+        """The user's hooks see what all leaves of a master have brought."""
+        rows, self._to_show = self._to_show, {}
+        for row in rows:
+            master = self.entries[row].master
+            if row in self._extra:
+                self._extra[row] = _hooked(master, self._extra[row])
+            self._show(row, master)
+
+    def _show(self, row: int, master: torch.nn.Parameter) -> None:
         if any(not isinstance(hook, _C.GradientHook) for hook in (master._post_accumulate_grad_hooks or {}).values()):
             self._show_to_hooks(row, master)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import Any
 
@@ -20,6 +20,7 @@ class Pass:
 
     Attributes:
         generation: the leaves that its graph was computed with; None when nothing was cast.
+        earlier: other leaves that the same forward had computed with before, as before an optimizer step inside it.
         sync: whether its backward is to be reduced; set at the end of the wrapper's forward, used up by one backward.
         done: whether a backward has gone through it.
         kept: whether that backward kept the graph (``retain_graph``), so that another may come.
@@ -27,15 +28,20 @@ class Pass:
         thread: the thread that ran it.
     """
 
-    __slots__ = ("_hook", "abandoned", "done", "generation", "kept", "sync", "thread")
+    __slots__ = ("_hook", "abandoned", "done", "earlier", "generation", "kept", "sync", "thread")
 
-    def __init__(self, generation: Generation | None) -> None:
-        self.generation = generation
+    def __init__(self, generation: Generation | None, earlier: Sequence[Generation] = ()) -> None:
+        self.generation, self.earlier = generation, earlier
         self.sync = self.done = self.kept = self.abandoned = False
         self.thread = get_ident()
         self._hook: weakref.ref[OutputHook] | None = None
-        if generation is not None:
-            generation.passes.append(self)
+        for held in self.generations:
+            held.passes.append(self)
+
+    @property
+    def generations(self) -> list[Generation]:
+        """All leaves that its graph may hold."""
+        return [*self.earlier, *([] if self.generation is None else [self.generation])]
 
     @property
     def pending(self) -> bool:

@@ -56,6 +56,7 @@ class Waiting:
     sync: bool
     epoch: int
     written: int  # how often masters had been written
+    kind: str = "one"
     stale: bool = False  # parameters were written since: autograd may refuse its backward
     spent: bool = False  # a backward went through it, and kept the graph
 
@@ -75,6 +76,7 @@ class Subject:
     casts: dict[int, torch.Tensor] | None = None  # the oracle's copies of this epoch
     broadcasts: bool = True  # whether the next forward begins with rank 0's buffers
     slack: dict[str, float] = field(default_factory=dict)  # how far gradients may be off after this action
+    halved: dict[str, Any] = field(default_factory=dict)  # by the name of a parameter: the handle of a user's hook on it
 
     def __post_init__(self) -> None:
         self.new_optimizers()
@@ -114,6 +116,10 @@ class Subject:
     def both(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
         return self.module.get_parameter(name), self.oracle.module.get_parameter(name)
 
+    def masters(self) -> dict[int, torch.Tensor]:
+        """What the oracle computes with where nothing is cast."""
+        return {id(p): p for p in self.oracle.module.parameters()}
+
     def drop(self) -> None:
         """Nobody will do a backward of what waits."""
         self.waiting.clear()
@@ -123,6 +129,8 @@ class Subject:
         self.writes += 1
         if visible and SPECS[self.name].unused:
             self.waiting.clear()  # autograd would refuse on some ranks only, and the others would wait for them
+        if visible:  # autograd refuses halfway, and masters keep what has reached them directly, as in plain DDP
+            self.waiting = [waiting for waiting in self.waiting if waiting.kind not in ("full", "penalty")]
         for waiting in self.waiting:
             waiting.stale = waiting.stale or visible
 
@@ -232,6 +240,11 @@ class Walk:
             return mean_square(call, x) + mean_square(call, x.flip(0) / 2)
         return mean_square(call, x)
 
+    @staticmethod
+    def _squares(module: nn.Module) -> torch.Tensor:
+        """A penalty on the masters."""
+        return torch.stack([p.square().sum() for p in module.parameters() if p.requires_grad]).sum() / 16
+
     def _oracle_forward(self, subject: Subject, kind: str, inputs: list[torch.Tensor]) -> list[Any]:
         """The oracle's losses; ``kind`` "output": what the module returns."""
         oracle = subject.oracle
@@ -239,8 +252,11 @@ class Walk:
             subject.casts = oracle.casts()
         due = []
         for index, x in enumerate(inputs):
-            with oracle.low_precision(index, subject.casts) as call:
+            with oracle.low_precision(index, subject.masters() if kind == "full" else subject.casts) as call:
+                call = call.module if kind == "full" else call
                 due.append(call(x) if kind == "output" else self._loss(kind, call, x))
+        if kind == "penalty":
+            due = [loss + self._squares(oracle.module) for loss in due]
         return due
 
     def _broadcast(self, subject: Subject) -> None:
@@ -249,7 +265,11 @@ class Walk:
             oracle.buffers = [{n: b.clone() for n, b in oracle.buffers[0].items()} for _ in oracle.buffers]
 
     def forward(self, subject: Subject, kind: str, sync: bool, seed: int) -> bool:
-        """A loss that waits for its backward.  ``kind`` "local" goes round the wrapper, "two" goes through it twice."""
+        """A loss that waits for its backward.
+
+        ``kind`` "local" goes round the wrapper, "two" goes through it twice, "penalty" adds one on the masters, "full" computes
+        in full precision.
+        """
         if len(subject.waiting) == WAITING:
             return False
         spec = SPECS[subject.name]
@@ -258,14 +278,21 @@ class Walk:
         call = Call(subject.module, subject.oracle.dtype) if kind == "local" else subject.ddp
         if kind == "two" and subject.name == "statistics":
             kind = "one"  # its second forward begins with other buffers
+        if (kind == "full" and spec.recomputes) or (kind in ("full", "penalty") and spec.unused):
+            kind = "one"  # one backward computes again what low- and full-precision forwards recorded; nothing is unused
         if kind != "local":
             self._broadcast(subject)
             subject.broadcasts = sync
-        with contextlib.nullcontext() if sync else subject.ddp.no_sync():
+        shown = ddp_mp.full_precision(subject.ddp) if kind == "full" else contextlib.nullcontext()
+        with shown, contextlib.nullcontext() if sync else subject.ddp.no_sync():
             loss = self._loss(kind, call, inputs[self.rank.index])
+        if kind == "penalty":
+            loss = loss + self._squares(subject.module)
         due = self._oracle_forward(subject, kind, inputs)
         require("loss", loss, due[self.rank.index])
-        subject.waiting.append(Waiting(loss, due, subject.casts or {}, sync and kind != "local", subject.epoch, subject.writes))
+        casts = subject.masters() if kind == "full" else subject.casts or {}
+        waiting = Waiting(loss, due, casts, sync and kind != "local", subject.epoch, subject.writes, kind)
+        subject.waiting.append(waiting)
         return True
 
     def backward(self, subject: Subject, which: str, retain: bool) -> bool:
@@ -299,7 +326,8 @@ class Walk:
 
     def _oracle_backward(self, subject: Subject, done: list[Waiting], retain: bool) -> None:
         oracle = subject.oracle
-        groups = [[w for w in done if w.epoch == epoch] for epoch in sorted({w.epoch for w in done})]
+        of = sorted({(w.epoch, w.kind == "full") for w in done})
+        groups = [[w for w in done if (w.epoch, w.kind == "full") == one] for one in of]
         new = []
         for index in range(self.rank.size):
             for group in groups:  # checkpoints compute again with the copies of their forward
@@ -308,13 +336,17 @@ class Walk:
             found = {}
             for name, param in oracle.module.named_parameters():
                 found[name], param.grad = param.grad, None
-            new.append(found)
+            new.append(self._hooked(subject, found))
         sync = any(w.sync for w in done)
         oracle.add(new, sync)
         self.backwards += 1
-        if len(groups) > 1:  # low-precision gradients are summed before they are cast, or after
+        apart = subject.name == "unusual" and any(w.kind == "two" for w in done)  # gapped ones are cast for every forward
+        if len(groups) > 1 or apart:  # low-precision gradients are summed before they are cast, or after
             self._allow(subject, 8 * torch.finfo(oracle.dtype).eps)
             self._allow_more(subject, new, 8 * torch.finfo(oracle.dtype).eps)
+        if any(w.kind in ("full", "penalty") for w in done):  # what arrives on masters is added to what they have
+            self._allow(subject, 4 * torch.finfo(oracle.reduce_dtype).eps)
+            self._allow_more(subject, new, 4 * torch.finfo(oracle.reduce_dtype).eps)
         if sync and self.rank.size > 2:  # the order of the sum over ranks is not ours
             self._allow(subject, 4 * torch.finfo(oracle.reduce_dtype).eps)
             self._allow_more(subject, new, 4 * torch.finfo(oracle.reduce_dtype).eps)
@@ -326,6 +358,63 @@ class Walk:
         """What is summed may be larger than the sum."""
         for name in subject.names:
             subject.slack[name] += scale * sum(float(g[name].abs().max()) for g in new if _present(g[name]))
+
+    @staticmethod
+    def _hooked(subject: Subject, found: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+        """What the user's hooks make of gradients."""
+        return {n: g / 2 if g is not None and n in subject.halved else g for n, g in found.items()}
+
+    def hook(self, subject: Subject, index: int) -> bool:
+        """A user's hook on a parameter, or none any more."""
+        name = subject.names[index % len(subject.names)]
+        ours, _ = subject.both(name)
+        if not ours.requires_grad:
+            return False
+        if name in subject.halved:
+            subject.halved.pop(name).remove()
+        else:
+            subject.halved[name] = ours.register_hook(halve)
+        return True
+
+    def _past(self, subject: Subject, loss: Callable[[nn.Module, torch.Tensor], torch.Tensor], seed: int) -> None:
+        """A backward that goes past the wrapper: in full precision, and of each rank alone."""
+        inputs, oracle = self._inputs(seed), subject.oracle
+        loss(subject.module, inputs[self.rank.index]).backward()
+        new = []
+        for index, x in enumerate(inputs):
+            with oracle.low_precision(index, subject.masters()):
+                loss(oracle.module, x).backward()
+            found = {}
+            for name, param in oracle.module.named_parameters():
+                found[name], param.grad = param.grad, None
+            new.append(self._hooked(subject, found))
+        oracle.add(new, sync=False)
+        self._allow(subject, 1e-6)
+        self._allow_more(subject, new, 1e-6)
+
+    def past(self, subject: Subject, kind: str, seed: int) -> bool:
+        """A penalty by itself, a part of the module by itself, or a shallow clone."""
+        if kind == "squares":
+            self._past(subject, lambda module, _: self._squares(module), seed)
+        elif kind == "part":
+            if not any(type(m) is nn.Linear for m in subject.module.modules()):
+                return False
+            self._past(subject, lambda m, x: mean_square(next(p for p in m.modules() if type(p) is nn.Linear), x), seed)
+        elif subject.trial.precision.buffer_dtype is not None:
+            return False
+        else:
+            self._past(subject, lambda m, x: mean_square(copy.copy(m) if kind == "copy" else cloned(m), x), seed)
+        return True
+
+    def toggle(self, subject: Subject, index: int, mode: str, seed: int) -> None:
+        """A parameter, or all, are frozen for an evaluation; forwards that wait are not concerned."""
+        params = [p for p in subject.module.parameters() if p.requires_grad]
+        chosen = params if index == 0 else [params[index % len(params)]]
+        for param in chosen:
+            param.requires_grad_(False)
+        self.evaluate(subject, mode, seed)
+        for param in chosen:
+            param.requires_grad_(True)
 
     def drop(self, subject: Subject) -> bool:
         """Losses that nobody wants."""
@@ -461,10 +550,10 @@ class Walk:
         """A parameter is written in place, in a way that PyTorch sees or not; or gets other memory."""
         names = subject.names
         ours, theirs = subject.both(names[index % len(names)])
-        if way == "data":
-            subject.drop()
-        with ddp_mp.full_precision(subject.ddp), torch.no_grad():
-            if way == "visible":
+        shown = contextlib.nullcontext() if way == "bare" else ddp_mp.full_precision(subject.ddp)
+        visible = way in ("visible", "bare")
+        with shown, torch.no_grad():
+            if visible:
                 ours.mul_(0.75)
             elif way == "unseen":
                 ours.data.mul_(0.75)
@@ -474,9 +563,9 @@ class Walk:
             theirs.data = theirs.data * 0.75
         else:
             theirs.data.mul_(0.75)
-        if way != "visible":
+        if not visible:
             ddp_mp.masters_changed(subject.ddp)
-        subject.written(visible=way == "visible")
+        subject.written(visible=visible)
 
     def replace(self, subject: Subject, index: int, seed: int) -> None:
         """Another parameter object, wherever the old one was; its layout is the oracle's too: sums have the same order."""
@@ -491,6 +580,7 @@ class Walk:
                 setattr(inner, key, new)
         for grads in subject.oracle.grads:
             grads[name] = None
+        subject.halved.pop(name, None)
         subject.new_optimizers()
 
     def load(self, subject: Subject, way: str, seed: int) -> bool:
@@ -512,6 +602,7 @@ class Walk:
                 param.data.copy_(values[name])
         subject.written(visible=True)
         if way == "assign":
+            subject.halved.clear()
             subject.new_optimizers()
         return True
 
@@ -569,7 +660,7 @@ class Walk:
 
 #: Every action but "forward" needs no more than the model that it is done to, and these choices.
 ACTIONS: dict[str, dict[str, list[Any]]] = {
-    "forward": {"kind": ["one", "two", "local"], "sync": [True, False], "seed": list(range(8))},
+    "forward": {"kind": ["one", "two", "local", "penalty", "full"], "sync": [True, False], "seed": list(range(8))},
     "backward": {"which": ["last", "first", "all"], "retain": [False, True]},
     "together": {},
     "drop": {},
@@ -578,10 +669,13 @@ ACTIONS: dict[str, dict[str, list[Any]]] = {
     "clip": {"norm": [0.125, 100.0]},
     "set_grad": {"index": list(range(4)), "seed": list(range(8))},
     "evaluate": {"mode": ["no_grad", "inference", "grad"], "seed": list(range(8))},
+    "past": {"kind": ["squares", "part", "copy", "clone"], "seed": list(range(8))},
+    "toggle": {"index": list(range(4)), "mode": ["no_grad", "grad"], "seed": list(range(8))},
+    "hook": {"index": list(range(4))},
     "autograd_grad": {},
     "save": {"how": ["state_dict", "full_precision", "module", "wrapper"]},
     "load": {"way": ["copy", "assign"], "seed": list(range(8))},
-    "write": {"index": list(range(4)), "way": ["visible", "unseen", "data"]},
+    "write": {"index": list(range(4)), "way": ["visible", "bare", "unseen", "data"]},
     "replace": {"index": list(range(4)), "seed": list(range(8))},
     "freeze": {"index": list(range(6)), "frozen": [True, False]},
     "fail_forward": {"where": ["pre", "post"], "grad": [True, False], "seed": list(range(8))},
@@ -599,6 +693,20 @@ BUILDS: dict[str, list[Any]] = {
     "views": [False, True],
     "seed": list(range(8)),
 }
+
+
+def halve(grad: torch.Tensor) -> torch.Tensor:
+    """A hook of the user."""
+    return grad / 2
+
+
+def cloned(module: nn.Module) -> nn.Module:
+    """A shallow clone, whose parameters are computed from the module's."""
+    made = module.__new__(type(module))
+    made.__dict__ = module.__dict__.copy()
+    made._parameters = {key: None if p is None else p.clone() for key, p in module._parameters.items()}
+    made._modules = {key: None if m is None else cloned(m) for key, m in module._modules.items()}
+    return made
 
 
 def _present(grad: torch.Tensor | None) -> bool:

@@ -1,6 +1,40 @@
 """What people reported of mixed precision elsewhere: each with its right value.
 
 Unless a test says otherwise a model is one weight of 0.5, whose gradient is its input, in bfloat16 throughout.
+
+Reports whose subject is what goes on around and inside forwards, and where their right values are tested:
+
+=================================================== =====================================================================
+report                                              test (of this file where none is named)
+=================================================== =====================================================================
+a backward past the wrapper, then a forward         test_backward_past_the_wrapper_between_step_and_forward
+(hpcaitech/ColossalAI#3674)
+two wrappers share an encoder (ray#32460)           test_shared_part_of_two_wrappers_in_one_loss_gathers_in_full_precision
+a patched wrapper beside a plain one                test_shared_part_of_a_patched_and_a_plain_wrapper
+a forward that records no graph; all is frozen      test_weights_after_a_forward_without_a_graph
+(pytorch/pytorch#106858)
+weights written between forwards                    test_weight_written_between_two_forwards_of_one_backward
+(pytorch/pytorch#104504)
+gradients of gradients (pytorch/pytorch#63929)      test_autograd_grad.py: the whole file; test_graphs.py:
+                                                    test_autograd_gradient_penalty_equals_oracle
+an update by hand in a hook (OpenLMLab/LOMO#14)     test_update_by_hand_in_a_gradient_hook
+inputs that are no activations                      test_inputs_that_are_no_activations_keep_their_values
+(pytorch/pytorch#90620)
+shallow clones (learnables/learn2learn#170)         test_loops.py: test_shallow_clones_compute_with_their_own_weights_...
+compiled autograd (pytorch/pytorch#110662)          test_compiled_autograd_is_refused_by_name
+ties made after the wrap (torchtune#616)            test_weights_tied_after_the_wrap_and_cut_again
+gradients kept without a copy                       test_user_gradients.py: test_gradients_memory_that_the_user_holds_...
+(pytorch/pytorch#41954)
+the critic is frozen for a while                    test_critic_frozen_while_the_generator_is_trained_through_it; test_loops.py:
+(pytorch/pytorch#22436)                             test_frozen_for_a_forward_in_between_and_thawed_again_is_trained
+a momentum encoder inside the forward (moco-v3)     test_momentum_encoder_follows_in_full_precision; test_loops.py:
+                                                    test_masters_asked_for_in_the_middle_of_a_forward_leave_its_graph_whole
+p.grad.detach_() (guided-diffusion)                 test_gradients_are_detached_and_zeroed
+float32 tensors, losses and inputs of own classes   test_model_that_was_not_written_for_low_precision_trains_in_autocast
+inside the model (dino, nanoGPT, detr)
+ddp.module(x) (pytorch-image-models)                test_module_called_without_its_wrapper_evaluates
+masters of 16 bits                                  test_model_converted_to_half_before_its_first_forward_...
+=================================================== =====================================================================
 """
 
 from __future__ import annotations
@@ -597,3 +631,308 @@ def test_the_same_module_wrapped_twice_belongs_to_the_second_wrapper(rank: Rank)
         assert model.weight.grad.item() == 1.5
         second.zero_grad()
     assert not ddp_mp.is_patched(first)
+
+
+# --- weights, gradients and graphs that go other ways than through the wrapper -------------------------------------------
+
+
+def total(*outputs: torch.Tensor) -> torch.Tensor:
+    return torch.stack([output.float().sum() for output in outputs]).sum()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("options", [{}, {"prefetch": True}, {"reuse_unchanged": True}], ids=str)
+def test_backward_past_the_wrapper_between_step_and_forward(rank: Rank, options: dict[str, Any]) -> None:
+    # hpcaitech/ColossalAI#3674, pytorch/pytorch#183702
+    ddp = ddp_mp.patch(
+        DistributedDataParallel(scalar(1.0)),
+        mixed_precision=ddp_mp.MixedPrecision(BF16, F32),
+        options=ddp_mp.Options(**options),
+    )
+    weight, optimizer = ddp.module.weight, torch.optim.SGD(ddp.parameters(), lr=0.125)
+    for _ in range(2):
+        nn.init.ones_(weight)
+        ddp_mp.masters_changed(ddp)
+        ddp(column(2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        weight.square().sum().backward()
+        assert weight.grad.item() == 1.5
+        optimizer.zero_grad()
+        assert ddp(column(2)).item() == 1.5
+
+
+@on_ranks(2)
+def test_shared_part_of_two_wrappers_in_one_loss_gathers_in_full_precision(rank: Rank) -> None:
+    # ray-project/ray#32460, pytorch/pytorch#51929
+    part = scalar(1.0)
+    first, second = (wrap(nn.Sequential(part, scalar(1.0)), ddp_mp.MixedPrecision(BF16, F32)) for _ in range(2))
+    for value in [256] + [1] * 8:
+        total(first(column(value)), 0 * second(column(1))).backward()
+    assert part.weight.grad.item() == 264
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("joint", [False, True])
+def test_shared_part_of_a_patched_and_a_plain_wrapper(rank: Rank, joint: bool) -> None:
+    # pytorch/pytorch#22436
+    part = scalar(2.0)
+    ours = wrap(nn.Sequential(part, scalar(0.5)), ddp_mp.MixedPrecision(BF16, F32))
+    plain = DistributedDataParallel(nn.Sequential(part, scalar(0.25)))
+    for _ in range(3):
+        ours.zero_grad()
+        plain.zero_grad()
+        x = column(1 + 2 * rank.index)
+        if joint:
+            total(ours(x), plain(x)).backward()
+        else:
+            ours(x).sum().backward()
+            plain(x).sum().backward()
+        assert part.weight.grad.item() == 1.5  # (0.5 + 0.25) times the mean of 1 and 3
+
+
+class Acts(nn.Module):
+    """Acts without a graph, though gradients are recorded around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = scalar(0.49975586)
+
+    def forward(self, x: torch.Tensor, act: bool = False) -> torch.Tensor:
+        with torch.set_grad_enabled(not act):
+            return self.inner(x)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_after_a_forward_without_a_graph(rank: Rank, frozen: bool) -> None:
+    # pytorch/pytorch#106858
+    ddp = wrap(Acts(), ddp_mp.MixedPrecision(BF16, F32))
+    weight, target = ddp.module.inner.weight, torch.zeros(1, 1)
+    ddp.requires_grad_(not frozen)
+    assert not ddp(column(1), act=not frozen).requires_grad
+    with torch.no_grad():
+        target.add_(weight)
+        weight.clamp_(max=0.25)
+    assert abs(target.item() - 0.49975586) < 1e-8
+    ddp.requires_grad_(True)
+    output = ddp(column(1))
+    output.sum().backward()
+    assert (output.item(), weight.item(), weight.grad.item()) == (0.25, 0.25, 1.0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["fill", "data", "load"])
+def test_weight_written_between_two_forwards_of_one_backward(rank: Rank, how: str) -> None:
+    # pytorch/pytorch#104504
+    ddp = wrap(scalar(2.0))
+    weight = ddp.module.weight
+    first = ddp(column(1))
+    with torch.no_grad():
+        if how == "load":
+            ddp.module.load_state_dict({"weight": torch.full((1, 1), 4.0)})
+        else:
+            (weight if how == "fill" else weight.data).fill_(4.0)
+    second = ddp(column(1))
+    total(first, second).backward()
+    assert (first.item(), second.item(), weight.item(), weight.grad.item()) == (2, 4, 4, 2)
+
+
+@on_ranks(1)
+def test_update_by_hand_in_a_gradient_hook(rank: Rank) -> None:
+    # OpenLMLab/LOMO#14
+    ddp = wrap(scalar(), ddp_mp.MixedPrecision(BF16, F32))
+
+    def update(param: torch.Tensor) -> None:
+        with torch.no_grad():
+            param -= 0.125 * param.grad
+        param.grad = None
+
+    ddp.module.weight.register_post_accumulate_grad_hook(update)
+    for _ in range(3):
+        ddp(column(1)).sum().backward()
+    assert ddp.module.weight.item() == 0.125
+
+
+@on_ranks(1)
+def test_gradients_are_detached_and_zeroed(rank: Rank) -> None:
+    # as PyTorch's zero_grad did until 1.x, and openai/guided-diffusion does
+    ddp = wrap(scalar(), gradient_as_bucket_view=False)
+    for value in (3, 5):
+        ddp(column(value)).sum().backward()
+        assert ddp.module.weight.grad.item() == value
+        ddp.module.weight.grad.detach_()
+        ddp.module.weight.grad.zero_()
+
+
+@on_ranks(1)
+def test_compiled_autograd_is_refused_by_name(rank: Rank) -> None:
+    # pytorch/pytorch#110662
+    from torch._dynamo import compiled_autograd
+
+    ddp = wrap(scalar())
+    loss = ddp(column(1)).sum()
+    with (
+        pytest.raises(Exception, match="ddp_mp does not work under compiled autograd"),
+        compiled_autograd._enable(lambda graph: torch.compile(graph, backend="eager")),
+    ):
+        loss.backward()
+    assert ddp.module.weight.grad is None
+    ddp(column(3)).sum().backward()
+    assert ddp.module.weight.grad.item() == 3
+
+
+class Momentum(nn.Module):
+    """An encoder that follows another one inside the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.slow = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+        self.slow.load_state_dict(self.base.state_dict())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query = self.base(x)
+        with torch.no_grad(), ddp_mp.full_precision(self):
+            for base, slow in zip(self.base.parameters(), self.slow.parameters(), strict=True):
+                slow.data = 0.9 * slow.data + 0.1 * base.data
+        return (query - self.slow(x) - 1).square().mean()
+
+
+@on_ranks(2)
+def test_momentum_encoder_follows_in_full_precision(rank: Rank) -> None:
+    # facebookresearch/moco-v3
+    ddp = wrap(Momentum(), ddp_mp.MixedPrecision(BF16, F32))
+    base, slow = ddp.module.base, ddp.module.slow
+    due, optimizer = slow.weight.detach().clone(), torch.optim.SGD(base.parameters(), lr=1e-3)
+    for seed in range(5):
+        before = base.weight.detach().clone()
+        due = 0.9 * due + 0.1 * before
+        ddp(rank.inputs(lambda: torch.randn(4, 8), seed)[rank.index]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(slow.weight, due)
+        assert not torch.equal(base.weight, before)
+
+
+class Mixed(nn.Module):
+    """Inputs that are no activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = scalar(1.0)
+
+    def forward(self, x: torch.Tensor, time: Any, target: Any, mask: Any) -> tuple[torch.Tensor, ...]:
+        out = self.inner(x.to(self.inner.weight.dtype)).float()
+        return (out - target).square().sum(), time, torch.softmax(out + mask, -1)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("options", [{"cast_forward_inputs": False}, {"autocast": True}], ids=str)
+def test_inputs_that_are_no_activations_keep_their_values(rank: Rank, options: dict[str, Any]) -> None:
+    # pytorch/pytorch#90620, modelscope/DiffSynth-Studio#1025, espnet/espnet#4584
+    precision = ddp_mp.MixedPrecision(BF16, F32)
+    ddp = ddp_mp.patch(DistributedDataParallel(Mixed()), mixed_precision=precision, options=ddp_mp.Options(**options))
+    mask = torch.full((1, 2), torch.finfo(F32).min)
+    loss, time, chances = ddp(column(1), torch.tensor([998.3897]), column(257), mask)
+    assert (loss.item(), chances.tolist()) == (65536, [[0.5, 0.5]])
+    assert abs(time.item() - 998.3897) < 1e-3
+
+
+class Samples:
+    """An input of the user's own class."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+class NotWrittenForIt(nn.Module):
+    """Makes float32 tensors, and computes a loss inside that takes no bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, samples: Samples, target: torch.Tensor) -> torch.Tensor:
+        hidden = torch.cat((torch.zeros(1, 8), self.body(samples.x)))
+        return F.binary_cross_entropy_with_logits(self.head(hidden)[1:], target)
+
+
+@on_ranks(2)
+def test_model_that_was_not_written_for_low_precision_trains_in_autocast(rank: Rank) -> None:
+    # facebookresearch/dino, facebookresearch/detr, karpathy/nanoGPT
+    precision, options = ddp_mp.MixedPrecision(BF16, F32), ddp_mp.Options(autocast=True)
+    plain, model = (DistributedDataParallel(copy.deepcopy(NotWrittenForIt())) for _ in range(2))
+    model.module.load_state_dict(plain.module.state_dict())
+    ddp_mp.patch(model, mixed_precision=precision, options=options)
+    x, target = rank.inputs(lambda: (torch.randn(4, 8), torch.rand(4, 1)))[rank.index]
+    with torch.autocast("cpu", BF16):
+        due = plain(Samples(x), target)
+    loss = model(Samples(x), target)
+    assert loss.dtype is due.dtype is F32
+    assert loss.item() == due.item()
+    due.backward()
+    loss.backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(ours.grad, theirs.grad, rtol=2**-6, atol=1e-5)
+
+
+@on_ranks(2)
+def test_module_called_without_its_wrapper_evaluates(rank: Rank) -> None:
+    # huggingface/pytorch-image-models and huggingface/diffusers evaluate so
+    ddp = wrap(scalar())
+    ddp(column(1)).sum().backward()
+    with torch.no_grad():
+        assert ddp.module(column(3)).item() == 1.5
+        with ddp_mp.full_precision(ddp):
+            assert ddp.module(column(3)).dtype is F32
+
+
+@on_ranks(2)
+def test_critic_frozen_while_the_generator_is_trained_through_it(rank: Rank) -> None:
+    # pytorch/pytorch#22436
+    generator = wrap(scalar(2.0), ddp_mp.MixedPrecision(BF16, F32))
+    critic = wrap(nn.Sequential(scalar(1.0), scalar(1.0)), ddp_mp.MixedPrecision(BF16, F32))
+    x = column(1 + rank.index)
+    for _ in range(2):
+        critic.zero_grad()
+        generator.zero_grad()
+        critic(generator(x).detach()).sum().backward()
+        kept = [p.grad.item() for p in critic.parameters()]
+        critic.requires_grad_(False)
+        with torch.no_grad():
+            critic.module[0].weight.clamp_(max=1.0)
+        critic(generator(x)).sum().backward()
+        critic.requires_grad_(True)
+        assert generator.module.weight.grad.item() == 1.5
+        assert [p.grad.item() for p in critic.parameters()] == kept == [3.0, 3.0]
+        assert {p.dtype for p in critic.parameters()} == {F32}
+
+
+@on_ranks(2)
+def test_weights_tied_after_the_wrap_and_cut_again(rank: Rank) -> None:
+    # meta-pytorch/torchtune#616, huggingface/accelerate#3154
+    model = nn.Sequential(scalar(2.0), scalar(2.0))
+    ddp = wrap(model, ddp_mp.MixedPrecision(BF16, F32))
+    ddp(column(1)).sum().backward()
+    own = model[1].weight
+    model[1].weight = model[0].weight
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(column(1 + rank.index)).sum().backward()
+        assert model[0].weight.grad.item() == 6.0
+    model[1].weight = own
+    with pytest.raises(RuntimeError, match=r"'1\.weight' was added after DistributedDataParallel was built"):
+        ddp(column(1))
+    model[1].weight = model[0].weight
+    assert ddp(column(1)).item() == 4.0
+
+
+@on_ranks(2)
+def test_model_converted_to_half_before_its_first_forward_is_reduced_in_that_type(rank: Rank) -> None:
+    ddp = wrap(nn.Linear(2, 2), ddp_mp.MixedPrecision(BF16, F32))
+    ddp.half()
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(torch.full((1, 2), 1.0 + 2 * rank.index)).sum().backward()
+        assert ddp.module.weight.grad.dtype is FP16
+        assert ddp.module.weight.grad.tolist() == [[2.0, 2.0]] * 2
