@@ -23,6 +23,7 @@ from .full_precision import FullPrecisionModules
 from .guards import Guards, optimizer_steps
 from .hooks import weakly
 from .inputs import inputs
+from .leaves import Region
 from .log import logger
 from .options import Options
 from .parameters import managed_parameters
@@ -47,6 +48,7 @@ class PatchedModel:
         self.dirty = False  # something was registered inside the module, or a state dict was loaded
         self.rebuilds = 0
         self.static_graph = ddp.static_graph
+        self.region = Region()
         self.plan = self._new_plan(ddp)
         self.forward = Forward(
             ddp.module, weakly(self._prepare, None), weakly(self._itself, None), precision.param_dtype, options
@@ -181,7 +183,8 @@ class PatchedModel:
     # --- the plan follows the module ---------------------------------------------------------------------------------
 
     def _new_plan(self, ddp: DistributedDataParallel) -> Plan:
-        return Plan(self.root, ddp.parameters_to_ignore, native.bucket_caps(ddp), self.precision, self.options, self.comm)
+        caps = native.bucket_caps(ddp)
+        return Plan(self.root, ddp.parameters_to_ignore, caps, self.precision, self.options, self.comm, self.region)
 
     def _prepare(self, replaced: bool) -> Plan | None:
         """Before a forward: builds the plan anew when the module holds other parameters than it did.

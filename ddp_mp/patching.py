@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from . import ddp as native
+from .autocast import LOW
 from .guards import optimizer_steps
 from .hooks import is_called
 from .log import logger
@@ -77,6 +78,7 @@ def patch(ddp: DDP, *more: NoReturn, mixed_precision: _MixedPrecision | None = N
         )
     chosen = options or Options()
     _require_something(validate_precision(precision), chosen)
+    _require_autocast_type(precision, chosen)
     native.refuse_unsupported(ddp)
     _require_idle("ddp_mp.patch", is_called(ddp.module))
     _warn_of_idle_options(precision, chosen)
@@ -99,9 +101,23 @@ def _require_something(precision: _MixedPrecision, options: Options) -> None:
         )
 
 
+def _require_autocast_type(precision: _MixedPrecision, options: Options) -> None:
+    if options.autocast and precision.param_dtype not in (*LOW, None):
+        raise ValueError(
+            f"Options.autocast: torch.autocast computes in bfloat16 or float16, and param_dtype is {precision.param_dtype}; "
+            "give one of the two, or leave autocast out"
+        )
+
+
 def _warn_of_idle_options(precision: _MixedPrecision, options: Options) -> None:
     """Options that say how to cast, where nothing is cast.  What is to stay in full precision does so then: that is kept."""
-    idle = {"wait": options.wait != "root", "prefetch": options.prefetch, "reuse_unchanged": options.reuse_unchanged}
+    idle = {
+        "wait": options.wait != "root",
+        "prefetch": options.prefetch,
+        "reuse_unchanged": options.reuse_unchanged,
+        "cast_forward_inputs": not options.cast_forward_inputs,
+        "autocast": options.autocast,
+    }
     names = [name for name, asked in idle.items() if asked]
     if names and precision.param_dtype is None and options.hooks == "all":  # hooks="root" refuses them
         warnings.warn(
@@ -318,7 +334,7 @@ def _fields(precision: _MixedPrecision) -> tuple[Any, Any, Any]:
 
 @contextlib.contextmanager
 def full_precision(module: nn.Module) -> Iterator[None]:
-    """Context manager: what is called inside computes in full precision, and modules hold their masters.
+    """Context manager: what is called inside computes in full precision, modules hold their masters, and autocast is off.
 
     Args:
         module: a patched wrapper, which may be compiled, or any module inside a patched model.
@@ -339,6 +355,7 @@ def full_precision(module: nn.Module) -> Iterator[None]:
         for model in models:
             if isinstance(model, PatchedModel):
                 stack.callback(model.full_precision())
+                stack.enter_context(torch.autocast(model.plan.device_type, enabled=False))
             else:
                 model.expose()
         yield
