@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from .autocast import LOW, other_autocast
+from .explanations import explain
 from .hooks import CallFrame, module_call, span, untraced, weakly
 from .leaves import Placement, ReplacedError, take_back
 from .options import Options
@@ -65,6 +66,7 @@ class Forward:
         self._prepare, self._keep = prepare, keep
         self._dtype = dtype if options.cast_forward_inputs and not options.autocast else None
         self._low = dtype if dtype in LOW else None
+        self._autocast, self._root = options.autocast, weakref.ref(module)
         self._output_dtype = options.output_dtype
         self._calls: list[_Call] = []
         self._warned: set[str] = set()
@@ -201,7 +203,10 @@ class Forward:
         if call.placement is not None:
             plan.pool.wait()  # with wait="module", of what no module has waited for: masters may be written from now on
             self._carry(call.placement)
-        failed = sys.exc_info()[1] is not call.handled
+        error = sys.exc_info()[1]
+        failed = error is not call.handled
+        if failed and call.placement is not None and isinstance(error, (RuntimeError, TypeError)):
+            explain(error, self._root(), self._autocast)
         if not (failed or call.inside) and torch.is_grad_enabled():
             outputs = [t for t in tensors_in(output) if t.requires_grad and t.grad_fn is not None]
             if outputs or plan.trains:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from .guards import optimizer_steps
 from .hooks import is_called
 from .log import logger
 from .model import PatchedModel, log_plan, model_of
-from .options import Options, validate_precision
+from .options import Options, kind_of, validate_precision
 from .parameters import cast_buffers
 from .registrations import registrations
 from .root import RootModel, root_of
@@ -59,13 +60,16 @@ def patch(ddp: DDP, *more: NoReturn, mixed_precision: _MixedPrecision | None = N
     """
     given, ddp = ddp, native.uncompiled(ddp)
     if not isinstance(ddp, DistributedDataParallel):
-        raise TypeError(f"ddp_mp.patch: expected a DistributedDataParallel model, found {type(ddp).__name__}")
+        raise TypeError(
+            f"ddp_mp.patch: expected a DistributedDataParallel model, found {kind_of(ddp)}; wrap the model first, and give "
+            "what DistributedDataParallel(model) returns"
+        )
     if more:
         raise TypeError(
             "ddp_mp.patch: only the model is given by position; write ddp_mp.patch(ddp, mixed_precision=..., options=...)"
         )
     if options is not None and not isinstance(options, Options):
-        raise TypeError(f"ddp_mp.patch: options: expected ddp_mp.Options, found {type(options).__name__}")
+        raise TypeError(f"ddp_mp.patch: options: expected ddp_mp.Options, found {kind_of(options)}")
     present = _patched(ddp)
     if present is not None:
         _require_same(present, mixed_precision, options)
@@ -319,10 +323,19 @@ def _patched(ddp: Any) -> PatchedModel | RootModel | None:
 
 
 def _require_same(present: PatchedModel | RootModel, precision: _MixedPrecision | None, options: Options | None) -> None:
-    if precision is not None and _fields(precision) != _fields(present.precision):
-        raise ValueError(f"ddp_mp.patch: the model is patched with {present.precision}; call ddp_mp.unpatch(ddp) first")
-    if options is not None and options != present.options:
-        raise ValueError(f"ddp_mp.patch: the model is patched with {present.options}; call ddp_mp.unpatch(ddp) first")
+    differ = []
+    if precision is not None:
+        differ += _differing(present.precision, precision, ("param_dtype", "reduce_dtype", "buffer_dtype"))
+    if options is not None:
+        differ += _differing(present.options, options, [field.name for field in dataclasses.fields(Options)])
+    if differ:
+        raise ValueError(f"ddp_mp.patch: the model is patched with {', '.join(differ)}; call ddp_mp.unpatch(ddp) first")
+
+
+def _differing(present: object, given: object, fields: Sequence[str]) -> list[str]:
+    """Each field that is not as it was, with both values."""
+    pairs = [(field, getattr(present, field), getattr(given, field)) for field in fields]
+    return [f"{field}={was!r}, not {now!r}" for field, was, now in pairs if was != now]
 
 
 def _fields(precision: _MixedPrecision) -> tuple[Any, Any, Any]:
