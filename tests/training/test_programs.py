@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from modules import Two
-from oracle import BF16, F32, patched
-from ranks import Rank, on_ranks
+from kit.modules import Two
+from kit.oracle import BF16, F32, patched
+from kit.ranks import Rank, on_ranks
 from torch import nn
 from torch.nn.functional import binary_cross_entropy, cross_entropy
 from torch.nn.parallel import DistributedDataParallel

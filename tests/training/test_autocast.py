@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from modules import Two, mlp, vectors
-from oracle import BF16, F32, F64, FP16, Trial, patched, require_same, step_of
-from ranks import Rank, on_ranks
+from kit.modules import Two, mlp, vectors
+from kit.oracle import BF16, F32, F64, FP16, Trial, patched, require_same, step_of
+from kit.ranks import Rank, on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint

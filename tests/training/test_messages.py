@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from modules import mlp, scalar
-from oracle import BF16, F32, F64, FP16, patched
-from ranks import Rank, on_ranks
+from kit.modules import mlp, scalar
+from kit.oracle import BF16, F32, F64, FP16, patched
+from kit.ranks import Rank, on_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision as OfFSDP
 from torch.nn.parallel import DistributedDataParallel
