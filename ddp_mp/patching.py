@@ -43,6 +43,9 @@ def patch(ddp: DDP, *more: NoReturn, mixed_precision: _MixedPrecision | None = N
     Returns:
         Its argument.  A model that is patched already, with the same arguments or none, is left as it is.
 
+    A copy of a patched model, as ``copy.deepcopy(ddp)`` or ``AveragedModel(ddp)`` makes one, is an ordinary full-precision
+    model: patch it if it is to be trained.
+
     No collective is run, so ranks need not call it together; all ranks must patch before they train.  Gradients, optimizer
     state and parameter objects stay as they are.  Not thread-safe on one model.
 
@@ -51,7 +54,7 @@ def patch(ddp: DDP, *more: NoReturn, mixed_precision: _MixedPrecision | None = N
         ValueError: the model has no mixed precision and none was given; nothing is asked for; options do not fit the model; or
             it is patched with other arguments.
         RuntimeError: the model uses something that does not work with ddp_mp; the message says what, and what to do.  Or a
-            forward is under way.  Between a forward and its backward nothing can tell: that backward would not be reduced.
+            forward is under way.  The backward of a forward from before is reduced, in full precision.
 
     Example::
 
@@ -134,6 +137,7 @@ def _patch_all(ddp: DistributedDataParallel, precision: _MixedPrecision, options
     before = ddp.mixed_precision
     built_with = ddp.__dict__.get("_ddp_mp_built_with", before)
     hook = native.user_hook(ddp)
+    marked = native.mark_accumulators(ddp)
     native_logger = native.strip(ddp)
     model = PatchedModel.__new__(PatchedModel)  # in two steps: what is built of it can be taken away again
     try:
@@ -150,6 +154,7 @@ def _patch_all(ddp: DistributedDataParallel, precision: _MixedPrecision, options
     model.built_with = built_with
     ddp.__dict__["_ddp_mp"] = model
     model.stand_in(ddp, native_logger)
+    model.plan.backward.before_patch = native.graph_is_alive(marked)
     _override(ddp, model)
     registrations.watch(ddp.module, model)
     log_plan(model, "patched")
