@@ -6,6 +6,8 @@ torch.compile sees an ordinary context manager.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +16,24 @@ from torch import nn
 
 from .leaves import Region
 
+#: The types that autocast computes in on every device.
+LOW = (torch.bfloat16, torch.float16)
+
+_BELOW = "ddp_mp_below"  # attribute of our forwards
+
+
+class _Below:
+    """What a forward of ours calls, and the forward that was on the instance before it, as some libraries put one there."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.own: Callable[..., Any] | None = module.__dict__.get("forward")
+        self.call: Callable[..., Any] = module.forward
+
 
 class AutocastForward:
     """The forward of one module, inside autocast or, where ``dtype`` is None, outside of it.
+
+    The module is held weakly: a graph keeps the plan that owns this object, and a module may keep an output.
 
     Args:
         module: its instance gets a ``forward`` of its own until :meth:`remove`.
@@ -25,17 +42,14 @@ class AutocastForward:
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype | None, region: Region) -> None:
-        self._module = module
-        self._own: Callable[..., Any] | None = module.__dict__.get("forward")  # some libraries put theirs on the instance
-        kinds = {p.device.type for p in module.parameters()} | {b.device.type for b in module.buffers()}
-        kind = next(iter(kinds - {"cpu"}), "cpu")
-        original = module.forward
+        kind, below = device_type(module), _Below(module)
 
+        @functools.wraps(below.call, updated=())  # frameworks ask for its signature
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not region.low:
-                return original(*args, **kwargs)
+                return below.call(*args, **kwargs)
             with torch.autocast(kind, dtype=dtype, enabled=dtype is not None):
-                return original(*args, **kwargs)
+                return below.call(*args, **kwargs)
 
         def refuse_clone(called: nn.Module, args: Any) -> None:
             # a copy of __dict__ takes the hooks along too
@@ -46,8 +60,9 @@ class AutocastForward:
                     "forward of its own"
                 )
 
-        forward.__dict__["ddp_mp_own"] = self._own
-        module.__dict__["forward"] = self._forward = forward
+        forward.__dict__[_BELOW] = below
+        module.__dict__["forward"] = forward
+        self._module, self._forward = weakref.ref(module), weakref.ref(forward)
         self._handle = module.register_forward_pre_hook(refuse_clone)
 
     @property
@@ -56,19 +71,48 @@ class AutocastForward:
         return self._handle.id
 
     def remove(self) -> None:
-        """The module's own forward again.  One that somebody has put around ours stays, and passes everything through."""
+        """The module has the forward that it had.  Below one that somebody else has put around it, ours passes all through."""
         self._handle.remove()
-        if self._module.__dict__.get("forward") is self._forward:
-            if self._own is None:
-                del self._module.__dict__["forward"]
-            else:
-                self._module.__dict__["forward"] = self._own
+        module, ours = self._module(), self._forward()
+        if module is None or ours is None:
+            return
+        upper: _Below | None = None
+        present = module.__dict__.get("forward")
+        while present is not ours:
+            upper = _below(present)  # that of another patched model, which is around ours
+            if upper is None:
+                return
+            present = upper.own
+        mine = _below(ours)
+        assert mine is not None
+        if upper is not None:
+            upper.own, upper.call = mine.own, mine.call
+        elif mine.own is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = mine.own
+
+
+def _below(forward: Any) -> _Below | None:
+    """What lies below a forward of ours; None for any other."""
+    found = getattr(forward, "__dict__", {}).get(_BELOW)
+    return found if isinstance(found, _Below) else None
 
 
 def own_forward(forward: Any) -> tuple[bool, Callable[..., Any] | None]:
-    """Whether this is a forward that :class:`AutocastForward` has put on an instance, and what was there before."""
-    attributes = getattr(forward, "__dict__", {})
-    return "ddp_mp_own" in attributes, attributes.get("ddp_mp_own")
+    """Whether this is a forward that :class:`AutocastForward` has put on an instance, and what was there before all of ours."""
+    below = _below(forward)
+    if below is None:
+        return False, None
+    while (lower := _below(below.own)) is not None:
+        below = lower
+    return True, below.own
+
+
+def device_type(module: nn.Module) -> str:
+    """The type of device that autocast is asked for: the accelerator's, where a module has anything on one."""
+    kinds = {p.device.type for p in module.parameters()} | {b.device.type for b in module.buffers()}
+    return next(iter(kinds - {"cpu"}), "cpu")
 
 
 def other_autocast(kind: str, dtype: torch.dtype) -> torch.dtype | None:

@@ -15,12 +15,15 @@ import torch.distributed as dist
 # destroy_process_group with its threads, and one that still frees the last collective's tensors aborts the ending process.
 import torch.distributed.nn
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as upstream
 
 # Attributes that PyTorch's mixed precision leaves on a parameter and on the wrapper.
 _PARAM_ATTRIBUTES = ("_mp_param", "_fp_param", "_ddp_mp_hook_state", "_idx")
 _DDP_ATTRIBUTES = ("_mp_stream", "_submodule_to_event")
+
+_MARK = "ddp_mp"  # in the metadata of an accumulator of gradients
 
 
 def uncompiled(ddp: Any) -> Any:
@@ -100,6 +103,32 @@ def strip(ddp: Any) -> LoggerStandIn:
     ddp._remove_autograd_hooks()
     data = ddp.logger._get_ddp_logging_data() if ddp.logger is not None else None
     return LoggerStandIn(dict(data.strs_map), dict(data.ints_map)) if data is not None else LoggerStandIn({}, {})
+
+
+def mark_accumulators(ddp: DistributedDataParallel) -> list[nn.Parameter]:
+    """Marks what accumulates gradients of the parameters; returns the parameters.  See :func:`graph_is_alive`."""
+    parameters = [param for param in ddp.module.parameters() if param.requires_grad]
+    with torch.inference_mode(False), torch.enable_grad():
+        for param in parameters:
+            _notes(param)[_MARK] = True
+    return parameters
+
+
+def graph_is_alive(parameters: list[nn.Parameter]) -> bool:
+    """Whether a graph from before the mark leads to one of the parameters, once the wrapper's reducer is gone.
+
+    An accumulator lives as long as a graph leads to it, or a reducer holds it; later there is a new one, without the mark.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        marks = [_notes(param).pop(_MARK, None) for param in parameters]
+    return any(marks)
+
+
+def _notes(param: nn.Parameter) -> dict[str, Any]:
+    """What can be noted at the accumulator of a parameter's gradients."""
+    accumulator: Any = get_gradient_edge(param).node
+    notes: dict[str, Any] = accumulator.metadata
+    return notes
 
 
 def restore_masters(ddp: DistributedDataParallel) -> None:

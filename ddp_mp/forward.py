@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .autocast import LOW, other_autocast
+from .explanations import explain
 from .hooks import CallFrame, module_call, span, untraced, weakly
 from .leaves import Generation, Placement, ReplacedError, take_back
 from .options import Options
@@ -22,6 +24,9 @@ from .tensors import cast_tensors, tensors_in
 
 #: The transform of torch.func that is under way in this thread, or None.
 _transform = torch._C._functorch.peek_interpreter_stack
+
+#: Stands for the warning of an autocast among the names of parameters that were warned of.
+_AUTOCAST = "torch.autocast"
 
 
 class _Call:
@@ -48,7 +53,7 @@ class Forward:
         prepare: called before each forward, and with True when a parameter was replaced; gives the plan, or None where plain
             tensors stand in for the parameters.
         keep: what a graph keeps alive until its backward.
-        dtype: what floating-point inputs are cast to; None: they are left alone.
+        dtype: what parameters are cast to, and floating-point inputs where the options say so; None: nothing is cast.
     """
 
     def __init__(
@@ -61,6 +66,8 @@ class Forward:
     ) -> None:
         self._prepare, self._keep = prepare, keep
         self._dtype = dtype if options.cast_forward_inputs and not options.autocast else None
+        self._low = dtype if dtype in LOW else None
+        self._autocast, self._root = options.autocast, weakref.ref(module)
         self._output_dtype = options.output_dtype
         self._calls: list[_Call] = []
         self._warned: set[str] = set()
@@ -120,11 +127,24 @@ class Forward:
                 self._begin(call)
         self._calls.append(call)
         self.forwards += 1
+        if call.placement is not None and not call.inside and self._low is not None:
+            self._look_at_autocast(call.plan, self._low)
         if call.plan is None or self._dtype is None or self.full_depth:
             return None
         if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):  # the most frequent call, without a search
             return (cast_tensors(args[0], self._dtype),), kwargs
         return cast_tensors((args, kwargs), self._dtype)
+
+    def _look_at_autocast(self, plan: Plan | None, low: torch.dtype) -> None:
+        """Warns once of an autocast around the model whose type is another one than that of its leaves."""
+        other = other_autocast(plan.device_type, low) if plan is not None else None
+        if other is not None and _AUTOCAST not in self._warned:
+            self._warned.add(_AUTOCAST)
+            warnings.warn(
+                f"ddp_mp: this model computes in {low}, and it is called inside torch.autocast of {other}; give both the same "
+                "type, or leave the autocast out and patch with ddp_mp.Options(autocast=True)",
+                stacklevel=3,
+            )
 
     def _begin(self, call: _Call) -> None:
         plan = self._prepare(False)
@@ -184,7 +204,10 @@ class Forward:
         if call.placement is not None:
             plan.pool.wait()  # with wait="module", of what no module has waited for: masters may be written from now on
             self._carry(call.placement)
-        failed = sys.exc_info()[1] is not call.handled
+        error = sys.exc_info()[1]
+        failed = error is not call.handled
+        if failed and call.placement is not None and isinstance(error, (RuntimeError, TypeError)):
+            explain(error, self._root(), self._autocast)
         outer = next((c for c in reversed(self._calls) if c is not call and c.frame.thread == call.frame.thread), None)
         if outer is not None and call.placement is not None:
             # the graph of the outer call is that of this one too

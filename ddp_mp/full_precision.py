@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from .leaves import Region
 from .options import FLOATING, Options
@@ -21,6 +22,10 @@ from .parameters import Managed
 from .tensors import cast_tensors
 
 Entry = type[nn.Module] | str
+
+#: Their kernels take weights and statistics in float32 beside inputs in either type, and on a CPU no other mixture: in autocast
+#: they compute with their masters, as they do without ddp_mp.
+_NORMS = (nn.LayerNorm, nn.GroupNorm, _NormBase)
 
 # What wrappers put into the names of the modules that they wrap.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -67,6 +72,8 @@ class FullPrecisionModules:
         self._outside: dict[int, _Member] = {}
         self._handles: list[Any] = []
         self._silent: set[int] = set()  # modules whose outputs are not cast
+        norms = (inner for inner in module.modules() if isinstance(inner, _NORMS)) if options.autocast else ()
+        self._norms = {id(norm._parameters) for norm in norms}
         if not options.full_precision_modules:
             return
         names = _names(module)
@@ -113,7 +120,7 @@ class FullPrecisionModules:
             homes = [id(site.parameters) for site in row.sites]
             full = next((inside[home] for home in homes if home in inside), None)
             low = next((outside[home] for home in homes if home in outside), None)
-            row.full = full is not None
+            row.full = full is not None or (bool(homes) and self._norms.issuperset(homes))
             if full is not None and low is not None:
                 raise ValueError(
                     f"Options.full_precision_modules: parameter {row.name!r} is shared by {_part(full)}, which stays in full "

@@ -10,7 +10,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from .options import Options, validate_precision
+from .options import Options, kind_of, validate_precision
 from .patching import patch
 
 
@@ -120,7 +120,8 @@ def install(options: Options | None = None, *, mixed_precision: _MixedPrecision 
     """
     chosen = Options() if options is None else options
     if not isinstance(chosen, Options):
-        raise TypeError(f"ddp_mp.install: options: expected ddp_mp.Options, found {type(options).__name__}")
+        hint = "; write mixed_precision=..." if isinstance(options, _MixedPrecision) else ""
+        raise TypeError(f"ddp_mp.install: options: expected ddp_mp.Options, found {kind_of(options)}{hint}")
     if mixed_precision is not None:
         validate_precision(mixed_precision)
     installation = _Installation(_constructor.defaults)

@@ -159,6 +159,8 @@ class Group:
     def new_arenas(self) -> _Arenas:
         for row, (shape, *_) in zip(self.rows, self.seen, strict=True):
             require_shape(row.name, shape, row.master.shape)
+        if [_facts(row.master) for row in self.rows] != self.seen:
+            raise ReplacedError  # converted since the plan was built: another type, layout or device
         return _Arenas(self.rows, self.engine, self.dtype, self.device)
 
     def cast(self, arenas: _Arenas) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from . import _C
 from . import ddp as native
+from .autocast import LOW
 from .buckets import LooseBucket
 from .comm import Communicator
 from .ddp_reducer import ReducerStandIn
@@ -23,6 +25,7 @@ from .full_precision import FullPrecisionModules
 from .guards import Guards, optimizer_steps
 from .hooks import weakly
 from .inputs import inputs
+from .leaves import Region
 from .log import logger
 from .options import Options
 from .parameters import managed_parameters
@@ -46,7 +49,9 @@ class PatchedModel:
         self.overrides = native.Overrides(ddp)
         self.dirty = False  # something was registered inside the module, or a state dict was loaded
         self.rebuilds = 0
+        self._warned = False  # of masters that are low precision
         self.static_graph = ddp.static_graph
+        self.region = Region()
         self.plan = self._new_plan(ddp)
         self.forward = Forward(
             ddp.module, weakly(self._prepare, None), weakly(self._itself, None), precision.param_dtype, options
@@ -181,7 +186,21 @@ class PatchedModel:
     # --- the plan follows the module ---------------------------------------------------------------------------------
 
     def _new_plan(self, ddp: DistributedDataParallel) -> Plan:
-        return Plan(self.root, ddp.parameters_to_ignore, native.bucket_caps(ddp), self.precision, self.options, self.comm)
+        caps = native.bucket_caps(ddp)
+        plan = Plan(self.root, ddp.parameters_to_ignore, caps, self.precision, self.options, self.comm, self.region)
+        self._warn_of_low_masters([row.name for row in plan.pool.rows if row.master.dtype in LOW])
+        return plan
+
+    def _warn_of_low_masters(self, names: list[str]) -> None:
+        """Says once that masters are no full precision: what an optimizer adds to them is rounded away."""
+        if names and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"ddp_mp: the masters of this model are low precision themselves, {self.root.get_parameter(names[0]).dtype} in "
+                f"{_listed(names)}, so that small updates are lost; keep the model in float32 and leave out .half(), "
+                ".bfloat16() and .to(dtype)",
+                stacklevel=6,
+            )
 
     def _prepare(self, replaced: bool) -> Plan | None:
         """Before a forward: builds the plan anew when the module holds other parameters than it did.

@@ -42,7 +42,8 @@ def validate_precision(precision: _MixedPrecision) -> _MixedPrecision:
     """Returns its argument when every field names a type that can be cast to; raises as :class:`MixedPrecision` does."""
     if not isinstance(precision, _MixedPrecision):
         raise TypeError(
-            f"mixed_precision: expected ddp_mp.MixedPrecision or PyTorch's _MixedPrecision, found {type(precision).__name__}"
+            f"mixed_precision: expected ddp_mp.MixedPrecision or PyTorch's _MixedPrecision, found {kind_of(precision)}; write "
+            "ddp_mp.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
         )
     for field in ("param_dtype", "reduce_dtype", "buffer_dtype"):
         _check_dtype(field, getattr(precision, field))
@@ -91,8 +92,8 @@ class Options:
         autocast: whether forward, and what a checkpoint computes again, runs in ``torch.autocast`` of ``param_dtype``,
             whether the wrapper or the bare module is called.  Inputs are not cast then, operations that need it compute in
             float32 (norms, softmax, losses), and mixed types promote.  Weights are low precision already, so that autocast
-            casts none.  It is the way to run a model that was not written to compute in ``param_dtype`` throughout.  It is
-            off inside ``full_precision_modules``.
+            casts none; those of normalisations stay in full precision, as autocast leaves them.  It is the way to run a model
+            that was not written to compute in ``param_dtype`` throughout.  It is off inside ``full_precision_modules``.
 
     Raises:
         TypeError: a field is of another type.
@@ -166,9 +167,24 @@ def _check_dtype(field: str, value: object) -> None:
 
 def _modules(field: str, value: object) -> tuple[type[nn.Module] | str, ...]:
     if not isinstance(value, (tuple, list)):
-        raise TypeError(f"Options.{field}: expected a tuple of module types and name patterns, found {value!r}")
+        shown = value.__name__ if isinstance(value, type) else repr(value)
+        found = f"found {shown}" + (f"; write ({shown},)" if isinstance(value, (str, type)) else "")
+        raise TypeError(f"Options.{field}: expected a tuple of module types and name patterns, {found}")
     entries = tuple(value)
     for entry in entries:
+        if isinstance(entry, nn.Module):
+            raise TypeError(
+                f"Options.{field}: expected a module type or a name pattern, found a module of type {kind_of(entry)}; give its "
+                "type, or its name as named_modules() gives it"
+            )
         if not (isinstance(entry, str) or (isinstance(entry, type) and issubclass(entry, nn.Module))):
             raise TypeError(f"Options.{field}: expected a module type or a name pattern, found {entry!r}")
     return entries
+
+
+def kind_of(value: object) -> str:
+    """What an error says was found: the type with its module, as several libraries have classes of the same name."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -17,11 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from . import ddp as native
+from .autocast import LOW
 from .guards import optimizer_steps
 from .hooks import is_called
 from .log import logger
 from .model import PatchedModel, log_plan, model_of
-from .options import Options, validate_precision
+from .options import Options, kind_of, validate_precision
 from .parameters import cast_buffers
 from .registrations import registrations
 from .root import RootModel, root_of
@@ -41,6 +43,9 @@ def patch(ddp: DDP, *more: NoReturn, mixed_precision: _MixedPrecision | None = N
     Returns:
         Its argument.  A model that is patched already, with the same arguments or none, is left as it is.
 
+    A copy of a patched model, as ``copy.deepcopy(ddp)`` or ``AveragedModel(ddp)`` makes one, is an ordinary full-precision
+    model: patch it if it is to be trained.
+
     No collective is run, so ranks need not call it together, but all ranks must patch before they train.  Gradients, optimizer
     state and parameter objects stay as they are.  Two threads must not patch one model at the same time.
 
@@ -49,9 +54,7 @@ def patch(ddp: DDP, *more: NoReturn, mixed_precision: _MixedPrecision | None = N
         ValueError: the model has no mixed precision and none was given; nothing is asked for; options do not fit the model; or
             it is patched with other arguments.
         RuntimeError: the model uses something that does not work with ddp_mp; the message says what, and what to do.  Or a
-            forward is under way.
-
-    A call between a forward and its backward cannot be detected.  Gradients of that backward are not reduced.
+            forward is under way.  The backward of a forward from before is reduced, in full precision.
 
     Example::
 
@@ -60,13 +63,16 @@ def patch(ddp: DDP, *more: NoReturn, mixed_precision: _MixedPrecision | None = N
     """
     given, ddp = ddp, native.uncompiled(ddp)
     if not isinstance(ddp, DistributedDataParallel):
-        raise TypeError(f"ddp_mp.patch: expected a DistributedDataParallel model, found {type(ddp).__name__}")
+        raise TypeError(
+            f"ddp_mp.patch: expected a DistributedDataParallel model, found {kind_of(ddp)}; wrap the model first, and give "
+            "what DistributedDataParallel(model) returns"
+        )
     if more:
         raise TypeError(
             "ddp_mp.patch: only the model is given by position; write ddp_mp.patch(ddp, mixed_precision=..., options=...)"
         )
     if options is not None and not isinstance(options, Options):
-        raise TypeError(f"ddp_mp.patch: options: expected ddp_mp.Options, found {type(options).__name__}")
+        raise TypeError(f"ddp_mp.patch: options: expected ddp_mp.Options, found {kind_of(options)}")
     present = _patched(ddp)
     if present is not None:
         _require_same(present, mixed_precision, options)
@@ -79,6 +85,7 @@ def patch(ddp: DDP, *more: NoReturn, mixed_precision: _MixedPrecision | None = N
         )
     chosen = options or Options()
     _require_something(validate_precision(precision), chosen)
+    _require_autocast_type(precision, chosen)
     native.refuse_unsupported(ddp)
     _require_idle("ddp_mp.patch", is_called(ddp.module))
     _warn_of_idle_options(precision, chosen)
@@ -101,9 +108,23 @@ def _require_something(precision: _MixedPrecision, options: Options) -> None:
         )
 
 
+def _require_autocast_type(precision: _MixedPrecision, options: Options) -> None:
+    if options.autocast and precision.param_dtype not in (*LOW, None):
+        raise ValueError(
+            f"Options.autocast: torch.autocast computes in bfloat16 or float16, and param_dtype is {precision.param_dtype}; "
+            "give one of the two, or leave autocast out"
+        )
+
+
 def _warn_of_idle_options(precision: _MixedPrecision, options: Options) -> None:
     """Options that say how to cast, where nothing is cast.  What is to stay in full precision does so then: that is kept."""
-    idle = {"wait": options.wait != "root", "prefetch": options.prefetch, "reuse_unchanged": options.reuse_unchanged}
+    idle = {
+        "wait": options.wait != "root",
+        "prefetch": options.prefetch,
+        "reuse_unchanged": options.reuse_unchanged,
+        "cast_forward_inputs": not options.cast_forward_inputs,
+        "autocast": options.autocast,
+    }
     names = [name for name, asked in idle.items() if asked]
     if names and precision.param_dtype is None and options.hooks == "all":  # hooks="root" refuses them
         warnings.warn(
@@ -116,6 +137,7 @@ def _patch_all(ddp: DistributedDataParallel, precision: _MixedPrecision, options
     before = ddp.mixed_precision
     built_with = ddp.__dict__.get("_ddp_mp_built_with", before)
     hook = native.user_hook(ddp)
+    marked = native.mark_accumulators(ddp)
     native_logger = native.strip(ddp)
     model = PatchedModel.__new__(PatchedModel)  # in two steps: what is built of it can be taken away again
     try:
@@ -132,6 +154,7 @@ def _patch_all(ddp: DistributedDataParallel, precision: _MixedPrecision, options
     model.built_with = built_with
     ddp.__dict__["_ddp_mp"] = model
     model.stand_in(ddp, native_logger)
+    model.plan.backward.before_patch = native.graph_is_alive(marked)
     _override(ddp, model)
     registrations.watch(ddp.module, model)
     log_plan(model, "patched")
@@ -307,10 +330,19 @@ def _patched(ddp: Any) -> PatchedModel | RootModel | None:
 
 
 def _require_same(present: PatchedModel | RootModel, precision: _MixedPrecision | None, options: Options | None) -> None:
-    if precision is not None and _fields(precision) != _fields(present.precision):
-        raise ValueError(f"ddp_mp.patch: the model is patched with {present.precision}; call ddp_mp.unpatch(ddp) first")
-    if options is not None and options != present.options:
-        raise ValueError(f"ddp_mp.patch: the model is patched with {present.options}; call ddp_mp.unpatch(ddp) first")
+    differ = []
+    if precision is not None:
+        differ += _differing(present.precision, precision, ("param_dtype", "reduce_dtype", "buffer_dtype"))
+    if options is not None:
+        differ += _differing(present.options, options, [field.name for field in dataclasses.fields(Options)])
+    if differ:
+        raise ValueError(f"ddp_mp.patch: the model is patched with {', '.join(differ)}; call ddp_mp.unpatch(ddp) first")
+
+
+def _differing(present: object, given: object, fields: Sequence[str]) -> list[str]:
+    """Each field that is not as it was, with both values."""
+    pairs = [(field, getattr(present, field), getattr(given, field)) for field in fields]
+    return [f"{field}={was!r}, not {now!r}" for field, was, now in pairs if was != now]
 
 
 def _fields(precision: _MixedPrecision) -> tuple[Any, Any, Any]:
@@ -322,7 +354,7 @@ def _fields(precision: _MixedPrecision) -> tuple[Any, Any, Any]:
 
 @contextlib.contextmanager
 def full_precision(module: nn.Module) -> Iterator[None]:
-    """Context manager: inside the block modules hold their masters, and the model computes in full precision.
+    """Context manager: what is called inside computes in full precision, modules hold their masters, and autocast is off.
 
     Args:
         module: a patched wrapper, which may be compiled, or any module inside a patched model.
@@ -342,6 +374,7 @@ def full_precision(module: nn.Module) -> Iterator[None]:
         for model in models:
             if isinstance(model, PatchedModel):
                 stack.callback(model.full_precision())
+                stack.enter_context(torch.autocast(model.plan.device_type, enabled=False))
             else:
                 model.expose()
         yield

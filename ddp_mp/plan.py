@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from .autocast import AutocastForward
+from .autocast import AutocastForward, device_type
 from .backward import Backward
 from .comm import Communicator
 from .full_precision import FullPrecisionModules
@@ -35,6 +35,7 @@ class Plan:
         module: the wrapped module.
         ignored: names as ``DistributedDataParallel.parameters_to_ignore`` holds them.
         caps: byte limits of the gradient buckets.
+        region: of the patched model, whose plans follow each other.
 
     Raises:
         ValueError: the options do not fit the module.
@@ -48,8 +49,9 @@ class Plan:
         precision: _MixedPrecision,
         options: Options,
         comm: Communicator,
+        region: Region,
     ) -> None:
-        self.region = Region()
+        self.region, self.device_type = region, device_type(module)
         self.casts = precision.param_dtype is not None
         self.full_modules = FullPrecisionModules(module, options, precision.param_dtype, self.region)
         self.rows = self.full_modules.mark(managed_parameters(module, ignored))

@@ -3,7 +3,7 @@
 Without further options a small GPT is trained.  ``--shapes NAME`` takes the parameters of a well-known architecture, and
 ``--model package.module:callable`` the model that the callable returns: either with its own forward, on the arguments that
 ``--input package.module:callable`` returns (a tuple: positional, a dict: by name, anything else: the only one), or a stand-in
-for it that has its modules and parameters and computes next to nothing.
+for it that has its modules and parameters and computes next to nothing.  ``--step`` compares whole training steps instead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from torch._C._distributed_c10d import HashStore
 import ddp_mp
 
 from ..tensors import tensors_in
-from . import shapes
+from . import shapes, steps
+from .command import Parser
 from .gpt import GPT
 from .measure import KINDS, Spread, Variant, paired, total
 from .show import progress, show_table
@@ -166,19 +167,31 @@ def variants_of(make: Callable[[], nn.Module], loss: Loss, device: str) -> tuple
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     """The options; exits with status 2 for ones that contradict each other."""
     text = "Host time of the hooks, PyTorch's and ours, on this machine: a small GPT's, an architecture's or your model's."
-    parser = argparse.ArgumentParser(prog="python -m ddp_mp bench", description=text)
+    parser = Parser("bench", text)
+    parser.add_argument("--step", action="store_true", help="compare whole training steps: fp32, autocast, ddp_mp and both")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--model", metavar="MODULE:CALLABLE", help="what returns your model")
-    what.add_argument("--shapes", choices=shapes.names(), metavar="NAME", help=f"one of {', '.join(shapes.names())}")
-    parser.add_argument("--input", metavar="MODULE:CALLABLE", help="what returns your model's arguments: runs its own forward")
+    what.add_argument("--model", metavar="MODULE:CALLABLE", help="a function or class that returns your model")
+    what.add_argument(
+        "--shapes", choices=shapes.names(), metavar="NAME", help=f"a known architecture: {', '.join(shapes.names())}"
+    )
+    parser.add_argument(
+        "--input",
+        metavar="MODULE:CALLABLE",
+        help="a function that returns the arguments of your model's forward, which is run then; without it a stand-in is timed",
+    )
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--tiny", action="store_true", help="cut shapes, so that host time is all there is (the default)")
-    size.add_argument("--real-size", action="store_true", help="parameters as large as they are")
-    parser.add_argument("--layers", type=int, help=f"layers of the GPT, 12 parameters each (default {LAYERS})")
-    parser.add_argument("--width", type=int, help=f"its width, a multiple of 2: small ones leave only host time ({WIDTH})")
-    parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    size.add_argument("--tiny", action="store_true", help="make parameters small, so that only host time is left (the default)")
+    size.add_argument("--real-size", action="store_true", help="give parameters their real sizes")
+    parser.add_argument("--layers", type=int, help=f"number of layers of the GPT (default: {LAYERS})")
+    parser.add_argument("--width", type=int, help=f"width of the GPT, a multiple of 2 (default: {WIDTH})")
+    parser.add_argument("--rounds", type=int, default=50, help="how often each variant is timed (default: 50)")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device, choices=["cpu", "cuda"], help=f"where to train (default here: {device})")
     args = parser.parse_args(list(arguments))
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: PyTorch finds no CUDA device on this machine")
+    if args.step and (args.shapes or (args.model and not args.input)):
+        parser.error("--step trains a model as it is: it needs --model together with --input, or neither of them")
     if args.rounds < 1 or (args.layers or 1) < 1 or args.layers == 0:
         parser.error("--layers and --rounds must be at least 1")
     if args.width is not None and (args.width < 2 or args.width % 2):
@@ -195,7 +208,8 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str] = ()) -> int:
     """``python -m ddp_mp bench``; returns the exit status."""
     args = parsed(arguments)
-    torch.set_num_threads(1)
+    if not args.step:
+        torch.set_num_threads(1)
     logging.getLogger("torch.nn.parallel.distributed").setLevel(logging.ERROR)
 
     def shown(rounds: range) -> Any:
@@ -204,6 +218,8 @@ def main(arguments: Sequence[str] = ()) -> int:
     try:
         name, make, loss = chosen(args)
         with process_group(args.device):
+            if args.step:
+                return steps.compare(name, make, loss, args.device, args.rounds, shown)
             variants, why = variants_of(make, loss, args.device)
             parameters = list(variants["ddp_mp"].ddp.parameters())
             values = paired({how: v.step for how, v in variants.items()}, args.rounds, progress=shown)

@@ -7,7 +7,6 @@ Everything that is written is in a temporary folder.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import datetime
@@ -32,6 +31,7 @@ from ..leaves import LeafPool, take_back
 from ..options import FLOATING, MixedPrecision, Options
 from ..parameters import managed_parameters
 from ..stats import stats
+from .command import Parser
 
 SECONDS = 180  # for two processes, from their start to their end
 
@@ -42,7 +42,7 @@ class CheckError(Exception):
 
 def main(argv: list[str] | None = None) -> int:
     """Runs all checks and says what they found; returns 0 when every one passed, else 1."""
-    parser = argparse.ArgumentParser(prog="python -m ddp_mp check", description=(__doc__ or "").split("\n")[0])
+    parser = Parser("check", "Tests whether training gives the right numbers on this machine.")
     parser.parse_args(argv)
     print(f"ddp_mp {__version__} with PyTorch {torch.__version__}")
     places = [torch.device("cpu"), *(torch.device("cuda", k) for k in range(_cuda_devices()))]

@@ -20,6 +20,7 @@ import pathlib
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_mp
 
+from .command import Parser
 from .gpt import CONTEXT, GPT
 from .show import installed, progress, show_table
 from .upstream import silent_device_events
@@ -226,14 +228,27 @@ def report(runs: Sequence[Contender], steps: int, elapsed: float, output: pathli
     print(f"\nloss curves: {picture if draw(runs, picture) else output / 'losses.json'}; {elapsed:.0f} s of training")
 
 
+def not_writable(folder: pathlib.Path) -> str:
+    """Why nothing can be written to a folder, which is made where there is none; empty where it can."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError as error:
+        return f"nothing can be written there: {error.strerror}"
+
+
 def main(arguments: Sequence[str] = ()) -> int:
-    parser = argparse.ArgumentParser(prog="python -m ddp_mp demo", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=480)
-    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("demo-output"))
+    parser = Parser("demo", "Trains one small GPT twice, side by side on two CPU processes: in fp32 and in mixed precision.")
+    parser.add_argument("--steps", type=int, default=480, help="number of training steps (default: 480)")
+    place = pathlib.Path("demo-output")
+    parser.add_argument("--output", type=pathlib.Path, default=place, help=f"folder for what it writes (default: {place})")
     parser.add_argument("--native-hooks", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.steps < 1:
         parser.error("--steps must be at least 1")
+    if not args.native_hooks and (why := not_writable(args.output)):
+        parser.error(f"--output {args.output}: {why}")
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

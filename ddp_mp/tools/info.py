@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 from ..info import build_info
+from .command import Parser
 
 
 def main(arguments: Sequence[str] = ()) -> int:
     """``python -m ddp_mp info``; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m ddp_mp info", description=(__doc__ or "").split(":")[0] + ".")
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser = Parser("info", "Says what this build is and what it found on this machine.")
+    parser.add_argument("--json", action="store_true", help="print the same as JSON")
     args = parser.parse_args(list(arguments))
-    info = build_info()
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    info = {**build_info(), "gpus": gpus or "none: PyTorch finds no CUDA device"}
     if args.json:
         print(json.dumps(info, indent=2, default=str))
         return 0

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+import shutil
+import sys
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -21,6 +24,20 @@ def progress(steps: range, visible: bool, unit: str = "step") -> Any:
     return steps
 
 
+def terminal_columns() -> float:
+    """How many characters fit into a line; without end where the output is no terminal."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+
+
+def show_upright(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table too wide for the terminal: each row as lines of its own."""
+    width = max(map(len, header))
+    for row in rows:
+        print(row[0])
+        for name, cell in zip(header[1:], row[1:], strict=True):
+            print(f"  {name:<{width}}  {cell}")
+
+
 def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], align: Align = "right") -> None:
     if installed("rich"):
         from rich.console import Console
@@ -37,6 +54,9 @@ def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]],
     lines = [header, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     print(title)
+    if sum(widths) + 2 * (len(widths) - 1) > terminal_columns():
+        show_upright(header, rows)
+        return
     for line in lines:
         print(
             "  ".join(

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_mp
@@ -92,13 +93,21 @@ def require_same(what: str, got: torch.Tensor | None, want: torch.Tensor | None,
 class Call:
     """What stands in for the wrapper where the oracle computes: a callable with the wrapped module."""
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype | None, output_dtype: torch.dtype | None = None) -> None:
-        self.module, self._dtype, self._output_dtype = module, dtype, output_dtype
+    def __init__(
+        self,
+        module: nn.Module,
+        dtype: torch.dtype | None,
+        output_dtype: torch.dtype | None = None,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        self.module, self._dtype, self._output_dtype, self._autocast = module, dtype, output_dtype, autocast
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._dtype is not None:
             args, kwargs = cast_inputs(args, self._dtype), cast_inputs(kwargs, self._dtype)
-        output = self.module(*args, **kwargs)
+        around = contextlib.nullcontext() if self._autocast is None else torch.autocast("cpu", self._autocast)
+        with around:
+            output = self.module(*args, **kwargs)
         return output if self._output_dtype is None else cast_inputs(output, self._output_dtype)
 
 
@@ -113,6 +122,8 @@ class Oracle:
         full: names of modules that compute in float32, with casts around them.
         silent: those of ``full`` without a cast of their outputs.
         output_dtype: what outputs are cast to.
+        autocast: whether the module runs in autocast of param_dtype.
+        cast_inputs: whether inputs are cast.
     """
 
     def __init__(
@@ -124,8 +135,12 @@ class Oracle:
         full: Sequence[str] = (),
         silent: Sequence[str] = (),
         output_dtype: torch.dtype | None = None,
+        autocast: bool = False,
+        cast_inputs: bool = True,
     ) -> None:
         self.module = copy.deepcopy(module)
+        self.autocast = precision.param_dtype if autocast else None
+        self.input_dtype = precision.param_dtype if cast_inputs and not autocast else None
         self.ranks, self.dtype = ranks, precision.param_dtype
         self.reduce_dtype = precision.reduce_dtype or precision.param_dtype
         self.output_dtype = output_dtype
@@ -133,6 +148,9 @@ class Oracle:
         self._reduce_dtype_of: dict[str, torch.dtype] = {}
         for name in full:
             self._keep(name, cast_outputs=name not in silent, reduce_dtype=precision.reduce_dtype)
+        for part in self.module.modules() if autocast else ():
+            if isinstance(part, (nn.LayerNorm, nn.GroupNorm, _BatchNorm)):
+                self._full |= {id(param) for param in part.parameters()}
         self.broadcast_buffers = broadcast_buffers
         names = [name for name, _ in self.module.named_parameters()]
         self.grads: list[dict[str, torch.Tensor | None]] = [dict.fromkeys(names) for _ in range(ranks)]
@@ -149,7 +167,8 @@ class Oracle:
 
         def in_float32(*args: Any, **kwargs: Any) -> Any:
             known: dict[int, torch.Tensor] = {}
-            output = forward(*cast_inputs(args, F32, known), **cast_inputs(kwargs, F32, known))
+            with torch.autocast("cpu", enabled=False) if self.autocast is not None else contextlib.nullcontext():
+                output = forward(*cast_inputs(args, F32, known), **cast_inputs(kwargs, F32, known))
             return cast_inputs(output, self.dtype) if cast_outputs and self.dtype is not None else output
 
         part.forward = in_float32  # type: ignore[method-assign]
@@ -208,7 +227,7 @@ class Oracle:
             for module, key, param in sites:
                 module._parameters[key] = low[id(param)]  # type: ignore[assignment]
             self._refer_again()
-            yield Call(self.module, self.dtype, self.output_dtype)
+            yield Call(self.module, self.input_dtype, self.output_dtype, self.autocast)
         finally:
             for module, key, param in sites:
                 module._parameters[key] = param
@@ -292,7 +311,17 @@ class Trial:
         reduced = self.precision.reduce_dtype or self.precision.param_dtype or F32
         self.tolerance = 0.0 if exact and rank.size <= 2 else 4 * max(torch.finfo(reduced).eps, torch.finfo(F32).eps)
         chosen = ddp_mp.Options(**(options or {}))
-        self.oracle = Oracle(module, rank.size, self.precision, SYNC_BUFFERS not in wrapping, full, silent, chosen.output_dtype)
+        self.oracle = Oracle(
+            module,
+            rank.size,
+            self.precision,
+            SYNC_BUFFERS not in wrapping,
+            full,
+            silent,
+            chosen.output_dtype,
+            chosen.autocast,
+            chosen.cast_forward_inputs,
+        )
         self.ddp = self._wrap(how, chosen, wrapping)
 
     def _wrap(self, how: str, options: ddp_mp.Options, wrapping: dict[str, Any]) -> DistributedDataParallel:

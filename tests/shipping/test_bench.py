@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import pty
+import re
 import struct
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_mp.tools import bench, measure, shapes, show
+from ddp_mp.tools import bench, measure, shapes, show, steps
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,6 +58,11 @@ def positional(): return (torch.randn(2, 6),)
 def by_name(): return {"x": torch.randn(2, 6), "scale": 2}
 def linear(): return nn.Sequential(nn.Linear(6, 6), nn.Identity())
 def single(): return torch.randn(2, 6)
+
+
+class Makes(nn.Linear):
+    def __init__(self): super().__init__(6, 6)
+    def forward(self, x): return super().forward(torch.cat((torch.zeros(1, 6), x.float())))
 
 
 class Silent(Net):
@@ -130,6 +136,63 @@ def test_bench_model_with_input_runs_its_own_forward(models: str, model: str, gi
     assert f"{parameters} parameters" in text
 
 
+# --- whole steps ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [False, True])
+def test_bench_steps_compares_whole_steps_and_says_which_is_the_fastest(models: str, own: bool) -> None:
+    what = ["--model", f"{models}:linear", "--input", f"{models}:single"] if own else ["--layers", "1", "--width", "8"]
+    result = run("--step", *what)
+    assert result.returncode == 0, result.stderr[-4000:]
+    text = " ".join(result.stdout.split())
+    assert "one training step" in text
+    assert "peak, MiB" in text
+    assert all(f"{kind}: {what}" in text for kind, what in steps.KINDS.items())
+    assert "The fastest here is " in text
+    assert "profiler" not in result.stderr
+
+
+@pytest.mark.slow
+def test_bench_steps_leaves_out_a_kind_that_cannot_train_the_model_and_says_why(models: str) -> None:
+    result = run("--step", "--model", f"{models}:Makes", "--input", f"{models}:single")
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert "ddp_mp cannot train this model and is left out: RuntimeError: mat1 and mat2 must have the same" in result.stdout
+    assert "ddp_mp, autocast cannot" not in result.stdout
+
+
+def test_steps_of_every_kind_train_and_their_peak_holds_what_is_kept() -> None:
+    x = torch.randn(4, 64)
+    with bench.process_group("cpu"):
+        found, left = steps.trainees(lambda: nn.Linear(64, 64), lambda m: m(x).float().square().mean(), "cpu")
+        assert (list(found), left) == (list(steps.KINDS), {})
+        before = {kind: trainee.ddp.module.weight.clone() for kind, trainee in found.items()}
+        for kind, trainee in found.items():
+            assert trainee.step()["step"] > 0
+            assert not torch.equal(trainee.ddp.module.weight, before[kind])
+            # parameters and the optimizer's two averages, and at least a gradient in a step
+            assert 4 * 4 * 64 * 65 <= trainee.peak() < 8 * 4 * 64 * 65
+        kinds = {kind: trainee.ddp(x).dtype for kind, trainee in found.items()}
+        assert kinds == {"fp32": torch.float32, "autocast": torch.float32} | dict.fromkeys(list(found)[2:], torch.bfloat16)
+        found.clear()
+
+
+@pytest.mark.parametrize(
+    ("times", "said"),
+    [
+        ({"fp32": [1.0, 1.0], "ddp_mp": [2.0, 2.0]}, r"is fp32; ddp_mp takes 2.00 .* as long. Mixed precision makes no step"),
+        ({"fp32": [2.0, 2.0], "ddp_mp": [1.0, 1.0]}, r"is ddp_mp; fp32 takes 2.00 \(2.00-2.00\) times as long.$"),
+        ({"fp32": [2.0, 1.0, 2.0], "ddp_mp": [1.0, 2.0, 1.0]}, r"is ddp_mp; fp32 .* within what the rounds differ by.$"),
+        ({"ddp_mp": [1.0]}, r"^The fastest here is ddp_mp.$"),
+    ],
+)
+def test_verdict_names_the_fastest_also_when_it_is_fp32(times: dict[str, list[float]], said: str) -> None:
+    assert re.search(said, steps.verdict(times, "cpu"))
+
+
+# --- what leads nowhere --------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -177,13 +240,21 @@ def test_bench_wrong_spec_is_an_error_by_name(
         (["--tiny"], "need --shapes"),
         (["--model", "a:b", "--input", "a:c", "--real-size"], "--model without --input"),
         (["--shapes", "gpt2", "--tiny", "--real-size"], "not allowed with"),
+        (["--step", "--shapes", "gpt2"], "--step trains a model as it is"),
+        (["--step", "--model", "a:b"], "--step trains a model as it is"),
+        (["--device", "cuda"], "--device cuda: PyTorch finds no CUDA device on this machine"),
     ],
 )
-def test_bench_contradicting_options_are_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+def test_bench_contradicting_options_are_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as left:
         bench.main(arguments)
     assert left.value.code == 2
-    assert said in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.long

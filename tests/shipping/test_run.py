@@ -81,6 +81,65 @@ def test_run_reads_variables_and_options_win(tmp_path: Path) -> None:
     assert (said["type"], "reduce_dtype=torch.bfloat16" in said["first"]) == ("torch.bfloat16", True)
 
 
+TRAINS = """
+import os, sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Makes(torch.nn.Linear):
+    def forward(self, x):
+        self.around = torch.is_autocast_enabled("cpu")
+        return super().forward(torch.cat((torch.zeros(1, 2), x)))
+
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+ddp = DistributedDataParallel(Makes(2, 2, bias=False))
+ddp(torch.full((1, 2), dist.get_rank() + 1.0)).float().sum().backward()
+weight = ddp.module.weight
+said = f"{__name__} {sys.argv[1:]} {weight.grad.unique().tolist()} {weight.grad.dtype} {ddp.module.around}"
+open(f"said.{dist.get_rank()}", "w").write(said)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("as_module", [False, True])
+def test_run_under_torchrun_trains_an_unready_model_in_autocast_on_both_ranks(as_module: bool, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(TRAINS)
+    program = ["-m", "script"] if as_module else ["script.py"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ddp_mp", "run"]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("DDP_MP_")}
+    env = {**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [*launcher, "--autocast", *program, "--lr", "0.1"]
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr[-4000:]
+    said = {(tmp_path / f"said.{rank}").read_text() for rank in range(2)}
+    assert said == {"__main__ ['--lr', '0.1'] [1.5] torch.float32 True"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--autocats", "script.py"], "unrecognized arguments: --autocats"),
+        (["--param-dtype", "bfloat", "script.py"], "--param-dtype: expected one of float64, float32, bfloat16, float16, none"),
+        (["no_such_script.py"], "there is no file 'no_such_script.py'"),
+        (["-m", "no_such_module"], "there is no module 'no_such_module'"),
+        (["--autocast", "--param-dtype", "none", "-m"], "-m needs the name of a module"),
+    ],
+)
+def test_run_as_a_command_refuses_with_one_line(arguments: list[str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("raise SystemExit('it was run')")
+    result = run(*arguments, cwd=tmp_path)
+    assert result.returncode == 2
+    assert said in result.stderr
+    assert result.stderr.startswith("python -m ddp_mp run: error: ")
+    assert result.stderr.count("\n") == 1
+
+
 def test_child_executes_the_sitecustomize_behind_ours_and_survives_a_look_for_torch(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.theirs = True")
     program = (

@@ -258,6 +258,42 @@ def test_patch_between_iterations_or_in_a_hook_takes_effect(rank: Rank, where: s
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("state", ["new", "trained", "static"])
+def test_backward_of_a_forward_from_before_patch_is_reduced(rank: Rank, state: str) -> None:
+    ddp = DistributedDataParallel(mlp(), static_graph=state == "static")
+    x = rank.inputs(vectors())[rank.index]
+    if state == "trained":
+        ddp(x).sum().backward()
+        ddp.zero_grad()
+    expected = copy.deepcopy(ddp.module)
+    for each in rank.inputs(vectors()):
+        (expected(each).sum() / rank.size).backward()
+    loss = ddp(x).sum()
+    ddp_mp.patch(ddp, mixed_precision=ddp_mp.MixedPrecision(BF16, F32))
+    loss.backward()
+    for ours, theirs in zip(ddp.module.parameters(), expected.parameters(), strict=True):
+        require_same("gradient", ours.grad, theirs.grad, 1e-6)
+    ddp.zero_grad()
+    ddp(x).float().sum().backward()
+    assert len(set(rank.gather(tuple(ddp.module[0].bias.grad.tolist())))) == 1
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("before", ["nothing", "backward", "dropped"])
+def test_gradients_outside_of_the_wrapper_are_not_reduced_after_patch(rank: Rank, before: str) -> None:
+    ddp = DistributedDataParallel(scalar())
+    if before != "nothing":
+        loss = ddp(column(1)).sum()
+        if before == "backward":
+            loss.backward()
+        del loss
+    ddp.zero_grad()
+    ddp_mp.patch(ddp, mixed_precision=ddp_mp.MixedPrecision(BF16, F32))
+    (ddp.module.weight * (rank.index + 1)).sum().backward()
+    assert ddp.module.weight.grad.item() == rank.index + 1
+
+
+@on_ranks(2)
 def test_patch_keeps_gradients_and_optimizer_state(rank: Rank) -> None:
     model = scalar()
     ddp = DistributedDataParallel(model)
