@@ -7,6 +7,7 @@ which it names the licence, and nothing in it is about the extension.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from pathlib import Path
 
@@ -19,6 +20,7 @@ def main() -> None:
     distribution = importlib.import_module("distutils.core").run_setup(
         "setup.py", stop_after="init"
     )  # configuration files are read after this
+    logging.disable(logging.INFO)  # the compiler's commands
     distribution.get_command_obj("build_ext").inplace = True
     distribution.run_command("build_ext")
 
