@@ -83,7 +83,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Step:
-    """One thing to run, what it answers, and how many seconds it may take: on a GPU, and in a rehearsal."""
+    """One thing to run, what it answers, and how many seconds it may take: on a GPU, and in a rehearsal.
+
+    A rehearsal builds the simulated driver first, and may run on a busy machine: its seconds only end what hangs.
+    """
 
     name: str
     answers: str
@@ -128,74 +131,74 @@ STEPS = (
     Step(
         "build",
         "Does the extension build here, and with kernels for this GPU?",
-        (90, 400),
+        (90, 600),
         lambda place: [place.python, "scripts/build_in_place.py"],
     ),
     Step(
         "info",
         "What is this machine, and what of it does the extension use?",
-        (20, 60),
+        (20, 200),
         lambda place: [place.python, "-m", "ddp_mp", "info"],
         lines=40,
     ),
     Step(
         "first",
         "Are casts right bit by bit, does training give the gradients of masters by hand, and can a step be captured?",
-        (60, 300),
+        (60, 900),
         lambda place: place.tests(FIRST),
     ),
     Step(
         "bandwidth",
         "How near do casts and packing come to a copy?",
-        (60, 200),
+        (60, 400),
         lambda place: place.benchmark("bandwidth"),
         lines=60,
     ),
     Step(
         "train",
         "What does a step of GPT-2 take in time and memory, here and in every alternative?",
-        (110, 200),
+        (110, 400),
         lambda place: place.benchmark("train"),
         lines=40,
     ),
     Step(
         "overlap",
         "Do casts run beside other kernels?",
-        (40, 120),
+        (40, 400),
         lambda place: place.benchmark("overlap"),
         lines=20,
     ),
     Step(
         "upstream",
         "What do PyTorch's own mixed precision hooks do on this device?",
-        (30, 120),
+        (30, 400),
         upstream,
         lines=40,
     ),
     Step(
         "tests",
         "Do all tests that need a device pass?",
-        (100, 300),
+        (100, 600),
         lambda place: place.tests("not compiled"),
         lines=30,
     ),
     Step(
         "compile",
         "Does torch.compile work on a patched model, with CUDA graphs too?",
-        (60, 300),
+        (60, 600),
         lambda place: place.tests("compiled"),
     ),
     Step(
         "memcheck",
         "Does compute-sanitizer find an access outside of memory?",
-        (60, 200),
+        (60, 400),
         memcheck,
         environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # the caching allocator would hide an overrun
     ),
     Step(
         "casts",
         "What bandwidth do single tensors from 4 KiB to 2 GiB have?",
-        (60, 200),
+        (60, 400),
         everyday_casts,
         lines=60,
     ),
@@ -489,7 +492,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UnavailableError as error:
         print(f"gpu: {error}\nnothing was run; `make gpu REHEARSE=1` runs every step without a GPU", file=sys.stderr)
         return 2
-    machine = {"device": machine.pop("device") or "none", **machine, "driver": driver_version(), "interpreter": python}
+    machine = {"device": machine.pop("device") or "none", **machine, "driver": driver_version()}
     name = re.sub(r"[^a-z0-9]+", "-", str(machine["device"]).lower()).strip("-")
     results = SCRATCH / "rehearsal" if options.rehearse else ROOT / "benchmarks" / "results" / f"gpu-{name}"
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a step that is aborted leaves no image of its memory
