@@ -78,7 +78,8 @@ class Place:
 
     def tests(self, chosen: str, *more: str) -> list[str]:
         """The chosen ones of those that need a device."""
-        return [self.python, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rs", "-m", "gpu", "-k", chosen, *more, TESTS]
+        options = ["-p", "no:cacheprovider", "-q", "-rs", "--durations=5", "-m", "gpu"]
+        return [self.python, "-m", "pytest", *options, "-k", chosen, *more, TESTS]
 
 
 @dataclass(frozen=True)

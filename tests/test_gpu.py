@@ -27,8 +27,9 @@ POLICY = ddp_mp.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.fl
 needs_cuda = pytest.mark.skipif(NAME != "cuda", reason="asks the CUDA runtime")
 
 
-#: The simulated device interprets every instruction.
-LENGTHS = [0, 1, 7, 64, 65, 1023, 4097, 40000] if NAME != "simulated" else [0, 1, 7, 65, 1023]
+#: The simulated device interprets every instruction, so it is given less.
+OFFSETS = range(18) if NAME != "simulated" else (0, 1, 9)
+LENGTHS = [0, 1, 7, 64, 65, 1023, 4097, 40000] if NAME != "simulated" else [0, 1, 7, 1023]
 LARGE = 1 << 24 if NAME != "simulated" else 1 << 14
 
 
@@ -86,7 +87,7 @@ def random_bits(count: int, dtype: torch.dtype, device: torch.device, seed: int 
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
 def test_cast_kernel_any_bits_and_alignment_equals_to(device, source, target):
     data = random_bits(1 << 16, source, device)
-    for offset in range(18):
+    for offset in OFFSETS:
         for length in LENGTHS:
             src = data[offset : offset + length]
             room = torch.full((length + 64,), 7.0, dtype=target, device=device)
