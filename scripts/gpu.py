@@ -97,7 +97,7 @@ class Step:
     lines: int = 12  # of what it printed, in the summary
 
 
-TESTS = "tests/test_gpu.py"
+TESTS = "tests/cuda/test_gpu.py"
 #: What is asked of a device first.
 FIRST = "(cast_kernel and not beyond_32_bits) or equals_masters_by_hand or captured"
 
