@@ -15,6 +15,7 @@ accumulate  the same, added to what the masters have: ``_foreach_copy_``, ``_for
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -145,11 +146,13 @@ def check(name: str, todo: dict[tuple[str, str], tuple[Work, int]], sets: Sequen
                 require_same(f"{name}, {kind}", tensors.views, due)
 
 
-def measure(report: Report, name: str, numels: Sequence[int], uncached: int, rounds: int) -> None:
+def measure(report: Report, name: str, numels: Sequence[int], uncached: int, rounds: int, ours: bool) -> None:
     elements = sum(numels)
     sets = [Tensors.of(numels, report.device) for _ in range(max(1, uncached // (elements * 6)))]
     todo = works(sets)
     check(name, todo, sets)
+    if ours:
+        todo = {(kind, how): work for (kind, how), work in todo.items() if kind == "copy" or how.startswith(("ours", "engine"))}
     values = paired({key: measured(work, sets, elements * size) for key, (work, size) in todo.items()}, rounds, repeat=1)
     copied = values["copy", "_foreach_copy_"]["GB/s"]
     for (kind, how), figures in values.items():
@@ -171,11 +174,14 @@ def lists(quick: bool) -> dict[str, list[int]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    s = settings(__doc__, arguments)
+    def extend(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--ours", action="store_true", help="nothing of PyTorch's but the copy")
+
+    s = settings(__doc__, arguments, extend)
     report = Report("bandwidth", "bandwidth of casts and packing, GB/s", s.device, {})
     with torch.no_grad():
         for name, numels in lists(s.quick).items():
-            measure(report, name, numels, 0 if s.quick else UNCACHED, 3 if s.quick else 15)
+            measure(report, name, numels, 0 if s.quick else UNCACHED, 3 if s.quick else 15, s.extra.ours)
             report.write(s.output, s.tag)
     report.save(s.output, s.tag)
     return 0

@@ -190,6 +190,13 @@ STEPS = (
         lambda place: place.tests("compiled"),
     ),
     Step(
+        "variants",
+        "Are casts and packing faster with other grids, chunks or kernels?",
+        (90, 600),
+        lambda place: place.benchmark("variants"),
+        lines=60,
+    ),
+    Step(
         "memcheck",
         "Does compute-sanitizer find an access outside of memory?",
         (60, 400),

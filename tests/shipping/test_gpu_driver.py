@@ -161,7 +161,7 @@ def test_missing_tool_is_no_failure(gpu: dict[str, Any], tmp_path: Path) -> None
 
 
 def test_steps_fit_the_time_up_to_the_compiler(gpu: dict[str, Any]) -> None:
-    """Every step up to `compile` has all of its time, even when each one hangs; memcheck and casts have what is left."""
+    """Every step up to `compile` has all of its time, even when each one hangs; the others have what is left."""
     names = [step.name for step in gpu["STEPS"]]
     needed = gpu["STEPS"][: names.index("compile") + 1]
     assert sum(step.seconds[0] for step in needed) <= gpu["SECONDS"]
