@@ -78,7 +78,10 @@ class Place:
 
     def tests(self, chosen: str, *more: str) -> list[str]:
         """The chosen ones of those that need a device."""
-        options = ["-p", "no:cacheprovider", "-q", "-rs", "--durations=5", "-m", "gpu"]
+        # -v: of a step that is ended, the log names every test that was run.
+        options = ["-p", "no:cacheprovider", "-v", "-rs", "--durations=5", "-m", "gpu"]
+        if not self.rehearse:
+            options += ["-o", "timeout=40"]
         return [self.python, "-m", "pytest", *options, "-k", chosen, *more, TESTS]
 
 
