@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -167,6 +168,11 @@ def test_steps_fit_the_time_up_to_the_compiler(gpu: dict[str, Any]) -> None:
     assert sum(step.seconds[0] for step in needed) <= gpu["SECONDS"]
     assert names[0] == "build"
     assert len(set(names)) == len(names)
+
+
+def test_page_has_every_step_with_its_seconds(gpu: dict[str, Any]) -> None:
+    rows = re.findall(r"(?m)^\| `(\w+)` \| (\d+) \|", (ROOT / "docs" / "gpu.md").read_text())
+    assert rows == [(step.name, str(step.seconds[0])) for step in gpu["STEPS"]]
 
 
 def test_machine_without_a_gpu_is_an_error_that_names_the_rehearsal() -> None:
