@@ -101,8 +101,10 @@ peers: $(BUILT) ## run PyTorch's own tests of DistributedDataParallel on patched
 bench: $(BUILT) ## run every benchmark; results as JSON, text and plots in benchmarks/results
 	$(PY) -m benchmarks
 
-gpu: ## everything that needs an NVIDIA GPU: tests, compute-sanitizer, benchmarks; results as text
-	scripts/gpu.sh
+# PYTHON=... is the interpreter to use; where it is not given, .venv's or python3, whichever sees a GPU first.
+REHEARSE ?=
+gpu: ## everything that needs an NVIDIA GPU, in ten minutes; REHEARSE=1 runs the same steps, tiny, without one
+	$(PYTHON) scripts/gpu.py $(if $(REHEARSE),--rehearse) $(if $(filter file,$(origin PYTHON)),,--python "$(PYTHON)")
 
 wheel: $(DEPS) ## build an sdist and manylinux wheels into dist, for PYTHONS or every python3.X on PATH
 	PYTHON=$(PY) PYTHONS="$(PYTHONS)" scripts/wheels.sh

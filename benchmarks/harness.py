@@ -70,6 +70,34 @@ def device_time(work: Callable[[], None], device: torch.device, repeat: int = 1)
     return (now() - start) / repeat
 
 
+def behind_a_wait(works: Sequence[Callable[[], object]], device: torch.device) -> float:
+    """Nanoseconds that a device takes for each of ``works``, all enqueued before the first one begins.
+
+    The clock of a GPU starts behind a kernel that idles for twice as long as the host takes to enqueue them.  A CPU has no
+    queue, and the host's clock is read.
+    """
+
+    def enqueue() -> None:
+        for work in works:
+            work()
+
+    if device.type != "cuda":
+        return device_time(enqueue, device) / len(works)
+    torch.cuda.synchronize(device)
+    start = now()
+    enqueue()
+    taken = now() - start
+    torch.cuda.synchronize(device)
+    # clock_rate is in kHz, so this is in cycles.
+    torch.cuda._sleep(int(2 * max(taken, 500_000) * clock_rate(device) / 1e6))
+    return device_time(enqueue, device) / len(works)
+
+
+def clock_rate(device: torch.device) -> int:
+    """Of a GPU's multiprocessors, in kHz; more than any has where PyTorch does not say."""
+    return int(getattr(torch.cuda.get_device_properties(device), "clock_rate", 2_500_000))
+
+
 def processor() -> str:
     with contextlib.suppress(OSError):
         for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
@@ -144,6 +172,11 @@ class Report:
         return "\n".join(lines) + "\n"
 
     def save(self, folder: pathlib.Path, tag: str) -> None:
+        """Writes both files, and shows the table."""
+        print(self.write(folder, tag), flush=True)
+
+    def write(self, folder: pathlib.Path, tag: str) -> str:
+        """Writes both files as far as there are rows, and returns the table."""
         folder.mkdir(parents=True, exist_ok=True)
         stem = f"{self.name}-{tag}" if tag else self.name
         content = {
@@ -157,7 +190,7 @@ class Report:
         (folder / f"{stem}.json").write_text(json.dumps(content, indent=1) + "\n")
         text = self.table()
         (folder / f"{stem}.txt").write_text(text)
-        print(text, flush=True)
+        return text
 
 
 def shown(cell: Any) -> str:

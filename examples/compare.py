@@ -4,10 +4,11 @@
     python examples/compare.py --list
     python examples/compare.py --only tied_weights
     torchrun --standalone --nproc-per-node=2 examples/compare.py --only large_float16_gradients
+    python examples/compare.py --device cuda --json outcomes.json
 
-On the CPU.  PyTorch's hooks need an accelerator's events, so on a CPU build they get events that do nothing; every other line
-that runs is PyTorch's own.  The first-iteration defect would hide most others, so most cases run one training step
-beforehand, whose gradients are thrown away.
+On the CPU, unless another device is named.  PyTorch's hooks need an accelerator's events, so on a CPU build they get events
+that do nothing; every other line that runs is PyTorch's own.  The first-iteration defect would hide most others, so most cases
+run one training step beforehand, whose gradients are thrown away.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import json
 import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -244,15 +247,19 @@ def outcomes(case: Callable[[Wrap], str]) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def process_group() -> Iterator[None]:
-    """Of one process, or of those that torchrun started.  PyTorch's warnings are not what is compared."""
+def process_group(device: str = "cpu") -> Iterator[None]:
+    """Of one process, or of those that torchrun started; inside, tensors are made on the device.
+
+    PyTorch's warnings are not what is compared.
+    """
+    backend = "nccl" if device == "cuda" else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group("gloo")
+        dist.init_process_group(backend)
     else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings():
+        with torch.device(device), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -260,25 +267,51 @@ def process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def write_json(file: Path, device: str, rows: Sequence[tuple[str, str, str]]) -> None:
+    """What is known so far, whole at any time."""
+    name = torch.cuda.get_device_name() if device == "cuda" else device
+    found = [{"case": case, "pytorch": theirs, "ddp_mp": ours} for case, theirs, ours in rows]
+    new = file.with_name(f".{file.name}")
+    new.write_text(json.dumps({"torch": torch.__version__, "device": name, "cases": found}, indent=1) + "\n")
+    os.replace(new, file)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--list", action="store_true", help="name the cases")
     parser.add_argument("--only", choices=CASES, metavar="CASE", help="one case")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes there too, after every case")
     args = parser.parse_args(arguments)
+    if args.only == large_float16_gradients.__name__ and "RANK" not in os.environ:
+        parser.error("this case needs two processes: torchrun --standalone --nproc-per-node=2 examples/compare.py ...")
+    return args
+
+
+def compared(args: argparse.Namespace) -> list[tuple[str, str, str]]:
+    """Each case with what PyTorch's hooks do and what ddp_mp does."""
+    cases = [CASES[args.only]] if args.only else [case for case in ONE_PROCESS if args.device == "cpu" or case is not on_a_cpu]
+    rows: list[tuple[str, str, str]] = []
+    for case in cases:
+        rows.append((case.__doc__ or "", *outcomes(case)))
+        if args.json and dist.get_rank() == 0:
+            write_json(args.json, args.device, rows)
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parse(arguments)
     if args.list:
         for name, case in CASES.items():
             print(f"{name:<25}{case.__doc__}")
         return 0
-    if args.only == large_float16_gradients.__name__ and "RANK" not in os.environ:
-        parser.error("this case needs two processes: torchrun --standalone --nproc-per-node=2 examples/compare.py ...")
-    with process_group():
-        cases = [CASES[args.only]] if args.only else [*ONE_PROCESS]
-        rows = [(case.__doc__ or "", *outcomes(case)) for case in cases]
+    with process_group(args.device):
+        rows = compared(args)
         show = dist.get_rank() == 0
     if show and args.only:
         print(f"PyTorch's hooks: {rows[0][1]}\nddp_mp: {rows[0][2]}")
     elif show:
-        title = f"bfloat16 with float32 reduction, PyTorch {torch.__version__}"
+        title = f"bfloat16 with float32 reduction, PyTorch {torch.__version__}, {args.device}"
         show_table(title, ("", "PyTorch's hooks", "ddp_mp"), rows, "left")
     return any(ours != "right" for *_, ours in rows)
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-#: The longest sequence that the model takes.
+#: The longest sequence that the model takes, where nothing else is said.
 CONTEXT = 128
 
 
@@ -35,13 +35,21 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A byte-level GPT whose output layer is its embedding (unless ``tied=False``)."""
 
-    def __init__(self, width: int = 128, layers: int = 4, heads: int = 4, tied: bool = True) -> None:
+    def __init__(
+        self,
+        width: int = 128,
+        layers: int = 4,
+        heads: int = 4,
+        tied: bool = True,
+        vocabulary: int = 256,
+        context: int = CONTEXT,
+    ) -> None:
         super().__init__()
-        self.token = nn.Embedding(256, width)
-        self.position = nn.Embedding(CONTEXT, width)
+        self.token = nn.Embedding(vocabulary, width)
+        self.position = nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, 256, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 scale = math.sqrt(2 * layers) if name.endswith(("attention_out.weight", "mlp.2.weight")) else 1.0

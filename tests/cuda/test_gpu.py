@@ -1,11 +1,12 @@
 """What only a real NVIDIA GPU can show: the machine code of the kernels, real streams, real memory, real launches.
 
 `make gpu` runs these and makes it an error when there is no GPU; elsewhere they are skipped.  Everything that does not need
-the device itself is tested on the simulated driver.  `DDP_MP_TEST_DEVICE=cpu` runs those that have a meaning on a CPU, to
-see that the tests themselves are in order.
+the device itself is tested on the simulated driver.  To see that the tests themselves are in order, `DDP_MP_TEST_DEVICE=cpu`
+runs those that have a meaning on a CPU, and `DDP_MP_TEST_DEVICE=simulated` runs them on the simulated driver.
 """
 
 import copy
+import gc
 import os
 
 import pytest
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_mp
 from ddp_mp import _C
+from ddp_mp.tools.upstream import silent_device_events
 
 pytestmark = pytest.mark.gpu
 NAME = os.environ.get("DDP_MP_TEST_DEVICE", "cuda")
@@ -25,19 +27,40 @@ POLICY = ddp_mp.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.fl
 needs_cuda = pytest.mark.skipif(NAME != "cuda", reason="asks the CUDA runtime")
 
 
+#: The simulated device interprets every instruction, so it is given less.
+OFFSETS = range(18) if NAME != "simulated" else (0, 1, 9)
+LENGTHS = [0, 1, 7, 64, 65, 1023, 4097, 40000] if NAME != "simulated" else [0, 1, 7, 1023]
+LARGE = 1 << 24 if NAME != "simulated" else 1 << 14
+
+
+@pytest.fixture
+def place():
+    """The GPU, or the CPU where it stands in; never simulated."""
+    if NAME != "cuda":
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda", 0)
+    missing = pytest.fail if os.environ.get("DDP_MP_REQUIRE_GPU") == "1" else pytest.skip
+    return missing("no NVIDIA GPU that PyTorch can use")
+
+
+@pytest.fixture
+def device(place):
+    if NAME != "simulated":
+        yield place
+        return
+    from kit.simulated import simulated_device
+
+    with simulated_device():
+        yield place
+
+
 @pytest.fixture(scope="module")
-def device():
+def group():
     if NAME == "cuda" and not torch.cuda.is_available():
-        message = "no NVIDIA GPU that PyTorch can use"
-        if os.environ.get("DDP_MP_REQUIRE_GPU") == "1":
-            pytest.fail(message)
-        pytest.skip(message)
-    return torch.device(NAME, 0) if NAME == "cuda" else torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def group(device):
-    backend = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+        yield  # the device says what that means
+        return
+    backend = "nccl" if NAME == "cuda" and dist.is_nccl_available() else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -64,8 +87,8 @@ def random_bits(count: int, dtype: torch.dtype, device: torch.device, seed: int 
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
 def test_cast_kernel_any_bits_and_alignment_equals_to(device, source, target):
     data = random_bits(1 << 16, source, device)
-    for offset in range(18):
-        for length in (0, 1, 7, 64, 65, 1023, 4097, 40000):
+    for offset in OFFSETS:
+        for length in LENGTHS:
             src = data[offset : offset + length]
             room = torch.full((length + 64,), 7.0, dtype=target, device=device)
             at = 17 - offset
@@ -79,7 +102,7 @@ def test_cast_kernel_any_bits_and_alignment_equals_to(device, source, target):
 def test_cast_kernel_every_upper_half_of_float32_equals_to(device, target):
     # All values of the upper 16 bits with lower halves around the points where rounding turns.
     upper = torch.arange(1 << 16, dtype=torch.int64) << 16
-    for lower in (0, 1, 0x0FFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
+    for lower in (0, 1, 0x0FFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0xFFFF) if NAME != "simulated" else (0x8000,):
         bits = upper + lower
         src = torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32).to(device)
         dst = torch.empty_like(src, dtype=target)
@@ -88,7 +111,7 @@ def test_cast_kernel_every_upper_half_of_float32_equals_to(device, target):
 
 
 def test_cast_kernel_large_and_many_equals_to(device):
-    sizes = [0, 1, 3, 255, 256, 257, 1 << 12, (1 << 20) + 3] * 20 + [(1 << 24) + 5]
+    sizes = [0, 1, 3, 255, 256, 257, LARGE >> 12, (LARGE >> 4) + 3] * 20 + [LARGE + 5]
     sources = [random_bits(n, torch.float32, device, seed=i) for i, n in enumerate(sizes)]
     targets = [torch.empty(n, dtype=torch.bfloat16, device=device) for n in sizes]
     _C.fuse(sources, [None] * len(sizes), targets, 1.0)
@@ -129,13 +152,15 @@ class Tied(nn.Module):
         return self.again(self.norm(x))
 
 
-def both(device: torch.device, options: ddp_mp.Options | None = None):
+def both(device: torch.device, options: ddp_mp.Options | None = None, low_dtype: torch.dtype = torch.bfloat16, **wrapper):
     """(patched wrapper, its module, masters by hand, low-precision copy by hand)"""
     torch.manual_seed(0)
     module = Tied().to(device)
     masters = copy.deepcopy(module)
-    low = copy.deepcopy(module).to(torch.bfloat16)
-    return ddp_mp.patch(DistributedDataParallel(module), mixed_precision=POLICY, options=options), module, masters, low
+    low = copy.deepcopy(module).to(low_dtype)
+    precision = ddp_mp.MixedPrecision(param_dtype=low_dtype, reduce_dtype=torch.float32)
+    ddp = ddp_mp.patch(DistributedDataParallel(module, **wrapper), mixed_precision=precision, options=options)
+    return ddp, module, masters, low
 
 
 def steps_are_equal(device, ddp, module, masters, low, steps: int = 6) -> None:
@@ -156,9 +181,82 @@ def steps_are_equal(device, ddp, module, masters, low, steps: int = 6) -> None:
         ours.zero_grad(), theirs.zero_grad()
 
 
-@pytest.mark.parametrize("wait", ["root", "module"])
-def test_training_equals_masters_by_hand(device, group, wait):
-    steps_are_equal(device, *both(device, ddp_mp.Options(wait=wait, first_bucket_mb=0.01, bucket_mb=0.02)))
+OPTIONS = {
+    "wait root": {"wait": "root"},
+    "wait module": {"wait": "module"},
+    "prefetch": {"prefetch": True},
+    "reuse": {"reuse_unchanged": True},
+    "prefetch and reuse": {"prefetch": True, "reuse_unchanged": True, "wait": "module"},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_training_equals_masters_by_hand(device, group, name):
+    steps_are_equal(device, *both(device, ddp_mp.Options(first_bucket_mb=0.01, bucket_mb=0.02, **OPTIONS[name])))
+
+
+@pytest.mark.parametrize("wrapper", [{"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_training_with_an_option_of_the_wrapper_equals_masters_by_hand(device, group, wrapper):
+    steps_are_equal(device, *both(device, **wrapper))
+
+
+def test_accumulation_under_no_sync_equals_masters_by_hand(device, group):
+    ddp, module, _, low = both(device)
+    for first in (0, 10):  # a second round meets the buckets of the first one
+        inputs = [torch.randn(32, 64, generator=torch.Generator().manual_seed(first + i)).to(device) for i in range(3)]
+        with ddp.no_sync():
+            for x in inputs[:2]:
+                ddp(x).float().square().mean().backward()
+        ddp(inputs[2]).float().square().mean().backward()
+        due = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in low.named_parameters()}
+        for x in inputs:
+            low.zero_grad()
+            low(x.to(torch.bfloat16)).float().square().mean().backward()
+            for name, p in low.named_parameters():
+                due[name] += p.grad.float()
+        for name, p in module.named_parameters():
+            assert torch.equal(p.grad, due[name]), name
+        ddp.zero_grad()
+
+
+def test_float16_with_a_gradient_scaler_equals_masters_by_hand(device, group):
+    ddp, module, masters, low = both(device, low_dtype=torch.float16)
+    scaler = torch.amp.GradScaler(device.type, init_scale=256.0, growth_interval=1000)
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (module, masters))
+    for step in range(4):
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step)).to(device)
+        scaler.scale(ddp(x).float().square().mean()).backward()
+        scaler.unscale_(ours)
+        with torch.no_grad():
+            for p, q in zip(masters.parameters(), low.parameters(), strict=True):
+                q.copy_(p)
+                q.grad = None
+        (low(x.to(torch.float16)).float().square().mean() * 256.0).backward()
+        for (name, p), q, lows in zip(module.named_parameters(), masters.parameters(), low.parameters(), strict=True):
+            q.grad = lows.grad.float() / 256.0
+            assert torch.equal(p.grad, q.grad), (step, name)
+        scaler.step(ours), scaler.update(), theirs.step()
+        ours.zero_grad(), theirs.zero_grad()
+        for (name, p), q in zip(module.named_parameters(), masters.parameters(), strict=True):
+            assert torch.equal(p, q), (step, name)
+
+
+def test_training_on_pytorch_hooks_above_our_root_hook_equals_masters_by_hand(place, group):
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).to(place)
+    low = copy.deepcopy(module).to(torch.bfloat16)
+    with silent_device_events():
+        ddp = ddp_mp.patch(DistributedDataParallel(module, mixed_precision=POLICY), options=ddp_mp.Options(hooks="root"))
+        for step in range(3):
+            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step)).to(place)
+            ddp(x).float().square().mean().backward()
+            low.zero_grad()
+            low(x.to(torch.bfloat16)).float().square().mean().backward()
+            # PyTorch's first gradients are memory that nobody filled.
+            for (name, p), q in zip(module.named_parameters(), low.parameters(), strict=True):
+                assert p.dtype == torch.float32, name
+                assert step == 0 or torch.equal(p.grad, q.grad.float()), (step, name)
+            ddp.zero_grad()
 
 
 @needs_cuda
@@ -168,6 +266,24 @@ def test_training_on_another_stream_equals_masters_by_hand(device, group):
     with torch.cuda.stream(stream):
         steps_are_equal(device, *both(device))
     torch.cuda.current_stream(device).wait_stream(stream)
+
+
+@needs_cuda
+def test_backward_on_another_stream_equals_masters_by_hand(device, group):
+    ddp, module, _, low = both(device)
+    stream = torch.cuda.Stream(device)
+    for seed in range(4):
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(seed)).to(device)
+        loss = ddp(x).float().square().mean()
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            loss.backward()
+        torch.cuda.current_stream(device).wait_stream(stream)
+        low.zero_grad()
+        low(x.to(torch.bfloat16)).float().square().mean().backward()
+        for (name, p), q in zip(module.named_parameters(), low.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad.float()), (seed, name)
+        ddp.zero_grad()
 
 
 @needs_cuda
@@ -190,8 +306,9 @@ def test_forward_after_a_late_write_sees_it(device, group, wait):
 
 
 @needs_cuda
-def test_step_after_warm_up_never_blocks_the_host(device, group):
-    ddp, module, *_ = both(device)
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_step_after_warm_up_never_blocks_the_host(device, group, find_unused):
+    ddp, module, *_ = both(device, find_unused_parameters=find_unused)
     x = torch.randn(32, 64, device=device)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
 
@@ -239,6 +356,22 @@ def test_low_precision_memory_after_backward_is_given_back(device, group):
     assert torch.cuda.memory_allocated(device) - before < size // 10
     # Masters of 4 bytes an element, and little more: no copies, no gradients, no buckets that nobody asked for.
     assert ddp_mp.stats(ddp).low_bytes == 0
+
+
+@needs_cuda
+def test_memory_over_fifty_steps_stays_what_it_was(device, group):
+    ddp, module, *_ = both(device)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    x = torch.randn(32, 64, device=device)
+    held = []
+    for _ in range(50):
+        ddp(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        gc.collect()
+        torch.cuda.synchronize(device)
+        held.append(torch.cuda.memory_allocated(device))
+    assert len(set(held[5:])) == 1, held
 
 
 @needs_cuda
@@ -312,6 +445,80 @@ def test_forward_and_backward_in_one_captured_graph_run_again(device, group, wai
             torch.testing.assert_close(grad, r.grad.float(), rtol=0.02, atol=1e-6 + 0.02 * float(r.grad.abs().max()), msg=name)
     ddp.zero_grad(set_to_none=True)
     steps_are_equal(device, ddp, module, masters, low, steps=2)  # outside the graph, which filled the tables there
+
+
+def captured(device: torch.device, ddp: nn.Module, x: torch.Tensor) -> torch.cuda.CUDAGraph:
+    """A forward and a backward in a graph, after three others on the stream that is captured."""
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            ddp(x).float().square().mean().backward()
+            ddp.zero_grad(set_to_none=True)
+    torch.cuda.current_stream(device).wait_stream(side)
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+        ddp(x).float().square().mean().backward()
+    return graph
+
+
+@needs_cuda
+def test_unpatch_after_a_captured_step_gives_the_model_back(device, group):
+    ddp, module, *_ = both(device)
+    graph = captured(device, ddp, torch.randn(32, 64, device=device))
+    graph.replay()
+    torch.cuda.synchronize(device)
+    ddp_mp.unpatch(ddp)
+    assert not ddp_mp.is_patched(ddp)
+    ddp.zero_grad(set_to_none=True)
+    ddp(torch.randn(32, 64, device=device)).square().mean().backward()
+    assert all(p.dtype == p.grad.dtype == torch.float32 for p in module.parameters())
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", OPTIONS)
+def test_captured_step_with_options_computes_with_the_masters_of_now(device, group, name):
+    ddp, module, _, low = both(device, ddp_mp.Options(**OPTIONS[name]))
+    x = torch.randn(32, 64, device=device)
+    graph = captured(device, ddp, x)
+    for factor in (-0.5, 0.25):
+        with torch.no_grad():
+            for p, q in zip(module.parameters(), low.parameters(), strict=True):
+                p.mul_(factor)  # an old copy would not be near
+                q.copy_(p)
+                q.grad = None
+        graph.replay()
+        low(x.to(torch.bfloat16)).float().square().mean().backward()
+        torch.cuda.synchronize(device)
+        for (what, p), q in zip(module.named_parameters(), low.parameters(), strict=True):
+            torch.testing.assert_close(
+                p.grad, q.grad.float(), rtol=0.02, atol=1e-6 + 0.02 * float(q.grad.abs().max()), msg=what
+            )
+
+
+# --- compiled ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_model_gives_nearly_the_gradients_of_one_that_is_not(place, group, mode):
+    ddp, module, masters, _ = both(place)
+    plain = ddp_mp.patch(DistributedDataParallel(masters), mixed_precision=POLICY)
+    compiled = torch.compile(ddp, mode=mode)
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.01) for m in (module, masters))
+    try:
+        for step in range(6):
+            x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step)).to(place)
+            for model in (compiled, plain):
+                model(x).float().square().mean().backward()
+            for (name, p), q in zip(module.named_parameters(), masters.parameters(), strict=True):
+                assert p.dtype == p.grad.dtype == torch.float32, name
+                off = float((p.grad - q.grad).abs().max()) / float(q.grad.abs().max())
+                assert off < 0.05, (step, name, off)
+            ours.step(), theirs.step()
+            ours.zero_grad(), theirs.zero_grad()
+    finally:
+        torch._dynamo.reset()
 
 
 @needs_cuda
