@@ -16,6 +16,7 @@ from torch.compiler import is_compiling
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
+from . import agreement
 from . import ddp as native
 from .guards import optimizer_steps
 from .hooks import is_called
@@ -41,7 +42,8 @@ def patch(ddp: DDP, *more: NoReturn, mixed_precision: _MixedPrecision | None = N
     Returns:
         Its argument.  A model that is patched already, with the same arguments or none, is left as it is.
 
-    No collective is run, so ranks need not call it together; all ranks must patch before they train.  Gradients, optimizer
+    No collective is run, so ranks need not call it together; all ranks must patch before they train, each the wrappers of a
+    process group in the same order.  Before the first reduction they compare what they were patched with.  Gradients, optimizer
     state and parameter objects stay as they are.  Not thread-safe on one model.
 
     Raises:
@@ -84,6 +86,7 @@ def patch(ddp: DDP, *more: NoReturn, mixed_precision: _MixedPrecision | None = N
         if chosen.hooks == "root":
             with torch.inference_mode(False):  # as in _equip_again
                 RootModel.install(ddp, precision, chosen)
+            agreement.say(ddp, ddp.process_group, {"options": agreement.of_options(precision, chosen)}, by_pytorch=True)
             logger.info("patched the root hook of %s: %s, %s", type(ddp.module).__name__, precision, chosen)
         else:
             _patch_all(ddp, precision, chosen)
@@ -132,6 +135,7 @@ def _patch_all(ddp: DistributedDataParallel, precision: _MixedPrecision, options
     model.stand_in(ddp, native_logger)
     _override(ddp, model)
     registrations.watch(ddp.module, model)
+    model.tell_ranks()
     log_plan(model, "patched")
 
 
@@ -209,6 +213,7 @@ def _register_comm_hook(model: PatchedModel, state: object, hook: Any) -> None:
     ddp.logger._set_comm_hook_name(getattr(hook, "__qualname__", type(hook).__name__))
     ddp._comm_hooks.append((hook, state))
     model.comm.hook = (hook, state)
+    model.tell_ranks()
     logger.info("buckets are reduced by the communication hook %s", getattr(hook, "__qualname__", hook))
 
 
@@ -258,6 +263,7 @@ def unpatch(ddp: DDP) -> DDP:
     if root is not None:
         _require_idle("ddp_mp.unpatch", bool(root.under_way))
         root.uninstall(ddp)
+        agreement.withdraw(ddp)
         logger.info("unpatched %s", type(ddp.module).__name__)
         return given
     model = model_of(ddp)
@@ -268,6 +274,7 @@ def unpatch(ddp: DDP) -> DDP:
     _detach(model)
     model.overrides.remove()
     del ddp.__dict__["_ddp_mp"]
+    agreement.withdraw(ddp)
     _equip_again(ddp, model.built_with, model.comm.hook)
     logger.info("unpatched %s; it has %s again", type(ddp.module).__name__, ddp.mixed_precision or "no mixed precision")
     return given
