@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from modules import Two, column, mlp, scalar, vectors
-from oracle import BF16, F32, FP16, Trial, patched, require_same, square_step
-from ranks import Rank, on_ranks
+from kit.modules import Two, column, mlp, scalar, vectors
+from kit.oracle import BF16, F32, FP16, Trial, patched, require_same, square_step
+from kit.ranks import Rank, on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
