@@ -213,7 +213,7 @@ class _Ranks:
             self._store.set(self._keys[self.rank], _Said(self._digest, self._comparison).encode())
             while not self._settled():
                 if time.monotonic() > deadline:
-                    self._require_nothing_else(seconds)
+                    self._end_late(seconds)
                     break
                 time.sleep(pause)
                 pause = min(1.5 * pause, 0.5)
@@ -268,11 +268,19 @@ class _Ranks:
 
     # --- errors --------------------------------------------------------------------------------------------------------
 
-    def _require_nothing_else(self, seconds: float) -> None:
-        """The time is over: says who has not answered, or what is different; returns only when all have agreed by now."""
+    def _end_late(self, seconds: float) -> None:
+        """The time is over: raises, unless all have agreed by now."""
+        error = self._late(seconds)
+        if error is not None:  # other ranks may never have come to this comparison: it is still to be made
+            self._store.set(self._keys[self.rank], _Said(self._digest, 0).encode())
+            self._comparison -= 1
+            raise error
+
+    def _late(self, seconds: float) -> RuntimeError | None:
+        """The error that says who has not answered, or what is different; None when nothing is."""
         silent = self._first_silent()
         if silent is not None:
-            raise RuntimeError(
+            return RuntimeError(
                 f"ddp_mp: {self._name(silent)} has not said within {seconds:g} s (Options.agree_seconds) what it was patched "
                 "with: it is not patched, or was not given as many wrappers of this process group, or comes to it later. "
                 f"{_KEPT}. Patch on every rank, wrappers in the same order"
@@ -280,14 +288,15 @@ class _Ranks:
         for rank, text in enumerate(self._store.multi_get(self._keys)):
             digest = _Said.decode(text).digest
             if digest == _UNPATCHED:
-                raise RuntimeError(
+                return RuntimeError(
                     f"ddp_mp: {self._name(rank)} was unpatched, and has not been patched again within {seconds:g} s "
                     f"(Options.agree_seconds), while {self._name(self.rank)} is patched. {_KEPT}. Unpatch and patch on "
                     "every rank alike"
                 )
             if digest != self._digest:
                 late = f"{self._name(rank)} has made no plan like this one within {seconds:g} s (Options.agree_seconds): "
-                raise self._difference(rank, digest, late)
+                return self._difference(rank, digest, late)
+        return None
 
     def _first_silent(self) -> int | None:
         """The first rank that has said nothing, by halves: ten questions for a thousand ranks."""

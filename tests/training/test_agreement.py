@@ -213,6 +213,26 @@ def test_parameter_that_requires_grad_later_on_one_rank_is_an_error_there_that_n
     require_trains(rank, ddp_mp.unpatch(ddp).module)
 
 
+@on_ranks(2)
+def test_after_an_error_of_one_rank_alone_later_plans_are_agreed_on(rank: Rank) -> None:
+    module = mlp(depth=3)
+    module.requires_grad_(False)
+    module[0].requires_grad_(True)
+    ddp = ddp_mp.patch(DistributedDataParallel(module), **precision(), options=ddp_mp.Options(agree_seconds=SOON))
+    square_step(ddp, torch.ones(4, 8))
+    ddp.zero_grad()
+    if rank.index:
+        module[2].requires_grad_(True)
+        error_of(ddp)
+    dist.barrier()
+    for number in range(3):  # more comparisons, each of which the late rank comes to second
+        time.sleep(0.3 * rank.index)
+        ddp_mp.patch(ddp_mp.unpatch(ddp), **precision(FP16 if number % 2 else BF16), options=ddp_mp.Options(agree_seconds=SOON))
+        module[2].requires_grad_(True)
+        module[4].requires_grad_(number > 0)
+        square_step(ddp, torch.ones(4, 8))
+
+
 # --- ranks that agree ----------------------------------------------------------------------------------------------------
 
 
