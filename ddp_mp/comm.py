@@ -54,7 +54,14 @@ class Communicator:
     def __init__(self, process_group: Any) -> None:
         self.process_group = process_group
         self.hook: tuple[UserHook, Any] | None = None  # (hook, state)
+        self.unsettled: Callable[[], None] | None = None  # compares ranks; see :mod:`ddp_mp.agreement`
         self.ranks_with_input: Callable[[], int] | None = None  # under Join: the divisor, when it is not the world size
+
+    def require_agreement(self) -> None:
+        """Before a round's first collective: raises where other ranks would not reduce the same."""
+        if self.unsettled is not None:
+            self.unsettled()
+            self.unsettled = None
 
     def division(self, dtype: torch.dtype) -> tuple[float, float]:
         """(divisor before, divisor after) the sum over ranks; their product is the number of ranks.

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as upstream
 
@@ -66,6 +67,16 @@ def bucket_caps(ddp: DistributedDataParallel) -> list[int]:
     cap = int(ddp.bucket_bytes_cap)
     first = int(dist._DEFAULT_FIRST_BUCKET_BYTES) if getattr(ddp, "bucket_bytes_cap_default", False) else cap
     return [min(first, cap), cap]
+
+
+def group_store(group: Any) -> dist.Store | None:
+    """The store through which the ranks of a process group found each other, under a prefix of the group's own.
+
+    None where there is none: PyTorch does not know the group, MPI started it, or it is one of PyTorch's fakes, whose other
+    ranks do not exist.
+    """
+    backend, store = distributed_c10d._world.pg_map.get(group, ("", None))
+    return None if "fake" in backend else store
 
 
 def user_hook(ddp: DistributedDataParallel) -> tuple[Any, Any] | None:

@@ -229,13 +229,14 @@ def _own_type(module: nn.Module) -> torch.dtype:
 
 def _names(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Every name of every module, without what torch.compile and checkpoint wrappers put into names."""
-    found = []
-    for name, inner in module.named_modules(remove_duplicate=False):
-        plain = f"{name}."
-        for wrapper in _WRAPPERS:
-            plain = plain.replace(wrapper, "")
-        found.append((plain[:-1], inner))
-    return found
+    return [(plain_name(f"{name}.")[:-1], inner) for name, inner in module.named_modules(remove_duplicate=False)]
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter without what torch.compile and checkpoint wrappers put into it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 def _matching(names: Sequence[tuple[str, nn.Module]], entry: Entry, field: str) -> set[int]:

@@ -2,8 +2,8 @@
 
 WARNING: casting ahead of a forward (``Options.prefetch``) failed.
 INFO: a model is patched or unpatched, with a summary; a plan is built anew, and why; what the engine leaves to PyTorch.
-DEBUG: rare events in training: leaves that somebody keeps, a backward that failed.  Nothing is said in a
-step that goes as the one before.
+DEBUG: rare events in training: leaves that somebody keeps, a backward that failed, ranks that cannot be compared.
+Nothing is said in a step that goes as the one before.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from . import _C
+from . import _C, agreement
 from . import ddp as native
 from .autocast import LOW
 from .buckets import LooseBucket
@@ -154,6 +154,26 @@ class PatchedModel:
         ddp.logger = logger
         ddp.reducer = ReducerStandIn(weakly(self._present_plan, self.plan), self.comm, weakly(self._settings, (False, False)))
 
+    def tell_ranks(self) -> None:
+        """Tells the other ranks what this one has now; they are to compare it before the next reduction."""
+        ddp = self._ddp()
+        if ddp is None:
+            return
+        changed = agreement.say(ddp, self.comm.process_group, self._description(ddp))
+        self.comm.unsettled = weakly(self._compare_ranks, None) if changed else None
+
+    def _compare_ranks(self) -> None:
+        ddp = self._ddp()
+        if ddp is not None:
+            agreement.compare(ddp, self.comm.process_group, self._description(ddp), self.options.agree_seconds)
+
+    def _description(self, ddp: DistributedDataParallel) -> agreement.Description:
+        return {
+            "options": agreement.of_options(self.precision, self.options),
+            "wrapper": agreement.of_wrapper(ddp, self.comm.hook),
+            **agreement.of_plan(self.plan),
+        }
+
     def detach(self) -> None:
         """Nothing of ours is left on the module or its parameters."""
         self.plan.backward.abandon()
@@ -232,6 +252,7 @@ class PatchedModel:
         self.plan.reducer.rounds = old.reducer.rounds
         self.plan.backward.previous = weakref.ref(old.backward)
         self.rebuilds += 1
+        self.tell_ranks()
         _tell_shared()
 
 

@@ -94,6 +94,9 @@ class Options:
             float32 (norms, softmax, losses), and mixed types promote.  Weights are low precision already, so that autocast
             casts none; those of normalisations stay in full precision, as autocast leaves them.  It is the way to run a model
             that was not written to compute in ``param_dtype`` throughout.  It is off inside ``full_precision_modules``.
+        agree_seconds: how long a rank waits, before the first reduction after a patch or of a new plan, for ranks that have not
+            said the same as it has; then it raises an error that names one and what differs.  Ranks that have are not waited
+            for.
 
     Raises:
         TypeError: a field is of another type.
@@ -112,6 +115,7 @@ class Options:
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     autocast: bool = False
+    agree_seconds: float = 60.0
 
     def __post_init__(self) -> None:
         _check_choice("hooks", self.hooks, ("all", "root"))
@@ -120,8 +124,9 @@ class Options:
         _check_flag("reuse_unchanged", self.reuse_unchanged)
         _check_flag("cast_forward_inputs", self.cast_forward_inputs)
         _check_flag("autocast", self.autocast)
-        _check_size("first_bucket_mb", self.first_bucket_mb)
-        _check_size("bucket_mb", self.bucket_mb)
+        _check_positive("first_bucket_mb", self.first_bucket_mb, "MiB")
+        _check_positive("bucket_mb", self.bucket_mb, "MiB")
+        _check_positive("agree_seconds", self.agree_seconds, "seconds")
         for field in ("full_precision_modules", "full_precision_outputs"):
             object.__setattr__(self, field, _modules(field, getattr(self, field)))
         if self.full_precision_outputs and not self.full_precision_modules:
@@ -149,11 +154,11 @@ def _check_flag(field: str, value: object) -> None:
         raise TypeError(f"Options.{field}: expected True or False, found {value!r}")
 
 
-def _check_size(field: str, value: object) -> None:
+def _check_positive(field: str, value: object, unit: str) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"Options.{field}: expected a number of MiB, found {value!r}")
+        raise TypeError(f"Options.{field}: expected a number of {unit}, found {value!r}")
     if not 0 < value < 2**40:
-        raise ValueError(f"Options.{field}: expected a positive finite number of MiB, found {value!r}")
+        raise ValueError(f"Options.{field}: expected a positive finite number of {unit}, found {value!r}")
 
 
 def _check_dtype(field: str, value: object) -> None:

@@ -17,6 +17,7 @@ from torch.compiler import is_compiling
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
+from . import agreement
 from . import ddp as native
 from .autocast import LOW
 from .guards import optimizer_steps
@@ -46,8 +47,9 @@ def patch(ddp: DDP, *more: NoReturn, mixed_precision: _MixedPrecision | None = N
     A copy of a patched model, as ``copy.deepcopy(ddp)`` or ``AveragedModel(ddp)`` makes one, is an ordinary full-precision
     model: patch it if it is to be trained.
 
-    No collective is run, so ranks need not call it together, but all ranks must patch before they train.  Gradients, optimizer
-    state and parameter objects stay as they are.  Two threads must not patch one model at the same time.
+    No collective is run, so ranks need not call it together, but all ranks must patch before they train, each the wrappers of
+    a process group in the same order.  Before the first reduction they compare what they were patched with.  Gradients,
+    optimizer state and parameter objects stay as they are.  Two threads must not patch one model at the same time.
 
     Raises:
         TypeError: ``ddp`` is not a ``DistributedDataParallel`` model, or an argument is of another type.
@@ -93,6 +95,7 @@ def patch(ddp: DDP, *more: NoReturn, mixed_precision: _MixedPrecision | None = N
         if chosen.hooks == "root":
             with torch.inference_mode(False):  # as in _equip_again
                 RootModel.install(ddp, precision, chosen)
+            agreement.say(ddp, ddp.process_group, {"options": agreement.of_options(precision, chosen)}, by_pytorch=True)
             logger.info("patched the root hook of %s: %s, %s", type(ddp.module).__name__, precision, chosen)
         else:
             _patch_all(ddp, precision, chosen)
@@ -157,6 +160,7 @@ def _patch_all(ddp: DistributedDataParallel, precision: _MixedPrecision, options
     model.plan.backward.before_patch = native.graph_is_alive(marked)
     _override(ddp, model)
     registrations.watch(ddp.module, model)
+    model.tell_ranks()
     log_plan(model, "patched")
 
 
@@ -234,6 +238,7 @@ def _register_comm_hook(model: PatchedModel, state: object, hook: Any) -> None:
     ddp.logger._set_comm_hook_name(getattr(hook, "__qualname__", type(hook).__name__))
     ddp._comm_hooks.append((hook, state))
     model.comm.hook = (hook, state)
+    model.tell_ranks()
     logger.info("buckets are reduced by the communication hook %s", getattr(hook, "__qualname__", hook))
 
 
@@ -285,6 +290,7 @@ def unpatch(ddp: DDP) -> DDP:
     if root is not None:
         _require_idle("ddp_mp.unpatch", bool(root.under_way))
         root.uninstall(ddp)
+        agreement.withdraw(ddp)
         logger.info("unpatched %s", type(ddp.module).__name__)
         return given
     model = model_of(ddp)
@@ -295,6 +301,7 @@ def unpatch(ddp: DDP) -> DDP:
     _detach(model)
     model.overrides.remove()
     del ddp.__dict__["_ddp_mp"]
+    agreement.withdraw(ddp)
     _equip_again(ddp, model.built_with, model.comm.hook)
     logger.info("unpatched %s; it has %s again", type(ddp.module).__name__, ddp.mixed_precision or "no mixed precision")
     return given

@@ -223,6 +223,7 @@ class Reducer:
 
     def zero_buckets(self) -> list[GradBucket]:
         """What a rank without input contributes, in the order of reduction."""
+        self.comm.require_agreement()
         last = len(self.buckets) - 1
         return [GradBucket(b, b.zeros(), b.index == last) for b in self.buckets]
 
@@ -284,6 +285,7 @@ class Reducer:
                 self._launch()
 
     def _launch(self) -> None:
+        self.comm.require_agreement()
         if self._out_of_step:  # before the round's first collective, so that ranks pair it
             self.comm.require_same_round(self.rounds + 1, self.buckets)
             self._out_of_step = False

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+from torch.distributed import distributed_c10d
 from torch.nn.modules import module as nn_module
 from torch.nn.parallel import distributed
 from torch.nn.utils import _named_member_accessor
@@ -33,6 +34,8 @@ _NEEDED: list[tuple[Any, str]] = [
     (distributed.DistributedDataParallel, "_build_debug_param_to_name_mapping"),
     (distributed.DistributedDataParallel, "_ddp_init_helper"),
     (distributed.DistributedDataParallel, "_remove_autograd_hooks"),
+    (distributed_c10d, "_world"),
+    (torch.distributed, "DistError"),
     (nn_module, "register_module_parameter_registration_hook"),
     (nn_module, "register_module_module_registration_hook"),
     (optimizer, "register_optimizer_step_pre_hook"),

@@ -138,6 +138,8 @@ def test_mixed_precision_validates_its_fields() -> None:
         ("first_bucket_mb", float("inf"), ValueError),
         ("first_bucket_mb", "1", TypeError),
         ("first_bucket_mb", True, TypeError),
+        ("agree_seconds", 0, ValueError),
+        ("agree_seconds", None, TypeError),
         ("prefetch", 1, TypeError),
         ("reuse_unchanged", "yes", TypeError),
     ],
