@@ -247,7 +247,7 @@ def test_every_row_of_the_troubleshooting_page_is_an_error_of_ours() -> None:
         *sources,
         *(
             re.sub(r'"\s*\n\s*f?"', "", (ROOT / f"ddp_mp/{n}.py").read_text())
-            for n in ("agreement", "backward", "ddp", "forward", "patching", "step")
+            for n in ("agreement", "backward", "ddp", "forward", "model", "patching", "step")
         ),
     ]
     stale = [row for row in told() if not any(pattern_of(row).search(text) for text in known)]
