@@ -284,7 +284,7 @@ driver = Driver(sim.functions)
 driver.start()
 bridge = Bridge(sim, driver.stream())
 bridge.__enter__()
-bridge.adopt(*model.parameters())
+bridge.adopt(*model.parameters(), *masters, x)
 while True:
     sim.begin(Schedule.LAZY)
     # At first by name: looking names up has another way when it fails.

@@ -362,8 +362,16 @@ def streams_within_one_forward(world: World) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.a(x)
             with world.beside():
-                return self.b(x)
+                y = self.b(x)
+            if world.device is not None:  # each is used on the stream that it was not made on
+                world.device.record_stream(x, world.device.other)
+                world.device.record_stream(y, world.device.stream)
+            return y
 
+    if world.device is not None:
+        # A bucket is packed on the stream of its last gradient, and a gradient that was made on another is given back to
+        # that one without having been recorded on this; so does PyTorch's own reducer.
+        world.device.know("read by <mp_cast on user>", "free by <free on other>")
     options = {**SMALL, "wait": "module"}
     world.trial(Beside(), options=options).train(vectors(), steps=3)
 

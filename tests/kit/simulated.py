@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from simulator.autograd import device_thread
 from simulator.bridge import Bridge
 from simulator.build import UnavailableError, library
 from simulator.driver import Driver
@@ -52,14 +54,14 @@ def require_simulator() -> None:
 
 
 @functools.cache
-def _machine() -> tuple[Simulator, Driver, tuple[int, int]]:
-    """The driver of this process, and two streams of the user."""
+def _machine() -> tuple[Simulator, Driver, tuple[int, int, int, int]]:
+    """The driver of this process, two streams of the user, the process group's, and that of its futures' callbacks."""
     sim = load()
     sim.begin()
     driver = Driver(sim.functions)
     driver.start()
-    streams = driver.stream(), driver.stream()
-    for stream, name in zip(streams, ("user", "other"), strict=True):
+    streams = driver.stream(), driver.stream(), driver.stream(), driver.stream()
+    for stream, name in zip(streams, ("user", "other", "communication", "callbacks"), strict=True):
         sim.name_stream(stream, name)
     return sim, driver, streams
 
@@ -68,14 +70,32 @@ class Device:
     """The simulated device while a test uses it; ``stream`` is the user's current stream, not the default one."""
 
     def __init__(self) -> None:
-        self.sim, self.driver, (self.stream, self.other) = _machine()
-        self.bridge = Bridge(self.sim, self.stream)
+        self.sim, self.driver, (self.stream, self.other, communication, callbacks) = _machine()
+        self.bridge = Bridge(self.sim, self.stream, communication, callbacks)
         self._event = self.driver.event()
+        self._known: list[tuple[str, ...]] = []
 
     def order(self, later: int, after: int) -> None:
         """``later.wait_stream(after)``."""
         self.driver.cuEventRecord(self._event, after)
         self.driver.cuStreamWaitEvent(later, self._event, 0)
+
+    def know(self, *parts: str) -> None:
+        """A finding with these parts is known; it fails the test when it is not there any more."""
+        self._known.append(parts)
+
+    def unknown(self) -> list[str]:
+        """What the driver has to report, but for what is known."""
+        report = self.sim.report()
+        for parts in self._known:
+            known = [line for line in report if all(part in line for part in parts)]
+            assert known, f"nothing with {parts} is reported any more"
+            report = [line for line in report if line not in known]
+        return report
+
+    def record_stream(self, tensor: torch.Tensor, stream: int) -> None:
+        """The user's ``tensor.record_stream(stream)``."""
+        self.bridge.record_stream(tensor, stream)
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
@@ -108,11 +128,11 @@ def simulated_device(schedule: Schedule = Schedule.LAZY, seed: int = 1) -> Itera
     before = sim.leaks()
     _C.simulate_cuda(True)
     try:
-        with device.bridge:
+        with device.bridge, device_thread(device.bridge):
             yield device
             gc.collect()
         sim.synchronize()
-        found = sim.report()
+        found = device.unknown()
         assert not found, "\n".join(["the simulated driver reports:", *found])
         assert sim.gil_blocks() == 0, "the GIL was held in a call that waits for the device"
         grown = {kind: n - before.get(kind, 0) for kind, n in sim.leaks().items() if n > before.get(kind, 0)}

@@ -147,6 +147,25 @@ def library(sanitize: str | None = None, hide: Sequence[str] = ()) -> Path:
     return target
 
 
+def torch_allocator() -> Path:
+    """Builds what lets PyTorch allocate on the simulated device, for the PyTorch that is installed."""
+    import torch
+    from torch.utils import cpp_extension
+
+    source = HERE / "native" / "torch_allocator.cpp"
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
+    flags = ["-std=c++20", "-fPIC", "-O1", "-shared", abi, *(f"-isystem{path}" for path in cpp_extension.include_paths())]
+    libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
+    folder = OUTPUT / "torch"
+    target = folder / f"allocator-{digest(compiler(), torch.__version__, source.read_text(), flags)}.so"
+    with locked(folder):
+        if not target.exists():
+            fresh = folder / f"{target.name}.new"
+            run([compiler(), *flags, *WARNINGS, str(source), *libraries, "-lc10", "-o", str(fresh)])
+            os.replace(fresh, target)
+    return target
+
+
 def fatbin(source: Path, arches: Sequence[int], options: Sequence[str] = ()) -> Path:
     """Compiles kernels as the project does: uncompressed, PTX next to every cubin."""
     folder = OUTPUT / "kernels"

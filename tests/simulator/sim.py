@@ -68,6 +68,20 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "sim_set_current_stream": (None, (_P,)),
     "sim_current_stream": (_P, ()),
     "sim_step": (_INT, (_INT,)),
+    "sim_drain": (None, ()),
+    "sim_record": (_U64, (_P,)),
+    "sim_wait": (_INT, (_P, _U64)),
+    "sim_is_capturing": (_INT, (_P,)),
+    "sim_refuse_capturing": (_INT, (_P,)),
+    "sim_queue_full": (_U64, ()),
+    "sim_set_queue_depth": (None, (C.c_size_t,)),
+    "sim_is_device_memory": (_INT, (_P,)),
+    "sim_finding": (None, (_TEXT, _TEXT)),
+    "sim_cache_allocate": (_P, (C.c_size_t,)),
+    "sim_cache_free": (_INT, (_P,)),
+    "sim_cache_record_stream": (_INT, (_P, _P)),
+    "sim_cache_abandon": (None, ()),
+    "sim_cache_counts": (_TEXT, ()),
 }
 
 
@@ -142,6 +156,10 @@ class Simulator:
     def gil_blocks(self) -> int:
         return self.functions.sim_gil_blocks()
 
+    def queue_full(self) -> int:
+        """How many launches waited for room in the device's queue."""
+        return self.functions.sim_queue_full()
+
     def executed(self, kernel: str = "*", mnemonic: str = "*") -> int:
         """How often instructions with that prefix were executed."""
         return self.functions.sim_executed(kernel.encode(), mnemonic.encode())
@@ -175,6 +193,10 @@ class Simulator:
 
     def hide(self, *functions: str) -> None:
         self.functions.sim_hide(",".join(functions).encode())
+
+    def set_queue_depth(self, launches: int) -> None:
+        """How many launches of one stream are taken before one has run."""
+        self.functions.sim_set_queue_depth(launches)
 
     def set_host_memory(self, is_device_memory: bool) -> None:
         """Whether kernels may touch host memory that nobody registered."""
@@ -212,6 +234,59 @@ class Simulator:
     def synchronize(self, stream: int | C.c_void_p | None = HOST) -> None:
         """The host waits for a stream, or for everything; counted nowhere."""
         self._accept(self.functions.sim_synchronize(stream), "sim_synchronize")
+
+    def drain(self) -> None:
+        """Runs everything that is queued; what was unordered stays so."""
+        self.functions.sim_drain()
+
+    def order(self, later: int | None, after: int | None) -> None:
+        """``later.wait_stream(after)`` of the framework's; counted nowhere."""
+        self.wait(later, self.record(after))
+
+    def record(self, stream: int | None) -> int:
+        """An event of the framework's on the stream, as `wait` takes it; counted nowhere."""
+        return self.functions.sim_record(stream)
+
+    def wait(self, stream: int | None, record: int) -> None:
+        """``event.wait(stream)`` of the framework's; counted nowhere."""
+        self._accept(self.functions.sim_wait(stream, record), "sim_wait")
+
+    def is_capturing(self, stream: int | None) -> bool:
+        return bool(self.functions.sim_is_capturing(stream))
+
+    def refuse_capturing(self, stream: int | None) -> None:
+        """The framework is about to wait for the stream: an error while it is captured, which spoils the capture."""
+        if code := self.functions.sim_refuse_capturing(stream):
+            raise RuntimeError(f"operation not permitted when stream is capturing ({code})")
+
+    def is_device_memory(self, address: int) -> bool:
+        return bool(self.functions.sim_is_device_memory(address))
+
+    def finding(self, kind: str, text: str) -> None:
+        """Adds to the report."""
+        self.functions.sim_finding(kind.encode(), text.encode())
+
+    # The caching allocator
+
+    def cache_allocate(self, size: int) -> int | None:
+        """Memory of the calling thread's current stream."""
+        return self.functions.sim_cache_allocate(size)
+
+    def cache_free(self, base: int) -> bool:
+        """Gives memory back to its stream; False: it is not the allocator's."""
+        return bool(self.functions.sim_cache_free(base))
+
+    def cache_record_stream(self, base: int, stream: int | None) -> bool:
+        """``tensor.record_stream(stream)``; False: no live memory of the allocator's."""
+        return bool(self.functions.sim_cache_record_stream(base, stream))
+
+    def cache_abandon(self) -> None:
+        """Ends the allocator's pools: what is still referred to becomes host memory."""
+        self.functions.sim_cache_abandon()
+
+    def cache_counts(self) -> dict[str, int]:
+        """Blocks: ``live``, ``free``, and ``waiting`` for recorded streams."""
+        return _counts(self.functions.sim_cache_counts())
 
     @property
     def current_stream(self) -> int | None:

@@ -39,6 +39,7 @@ uint64_t sim_calls(const char *api);        /* calls of one function, without it
 const char *sim_call_log(void);             /* "cuInit=1 cuLaunchKernel=3": every function called */
 uint64_t sim_blocking_calls(void);          /* calls that waited for the device, or might have */
 uint64_t sim_gil_blocks(void);              /* of those, made while the probe returned non-zero */
+uint64_t sim_queue_full(void);              /* launches that waited for room in the device's queue */
 void sim_set_gil_probe(int (*probe)(void)); /* PyGILState_Check */
 uint64_t sim_executed(const char *kernel, const char *mnemonic); /* instructions; prefixes match, "*": all */
 const char *sim_executed_log(const char *kernel);                /* "ld.global.v4.b32=12 ..." */
@@ -56,6 +57,7 @@ void sim_delay(const char *label_part, int microseconds); /* such work runs last
 void sim_set_devices(const char *capabilities); /* "90,75": two devices */
 void sim_set_driver_version(int version);       /* 12040: newer functions and PTX versions are missing */
 void sim_hide(const char *functions);           /* "cuLaunchKernelEx,cuMemAllocAsync": cuGetProcAddress misses them */
+void sim_set_queue_depth(size_t launches);      /* of one stream; 1024 unless set */
 void sim_set_host_memory(int is_device_memory); /* 1: kernels may touch any host memory */
 
 /* --- memory and work of others (the framework) ----------------------------------------------------------------- */
@@ -83,6 +85,28 @@ void sim_set_current_stream(void *stream);
 void *sim_current_stream(void);
 /* Runs up to n ready operations; returns how many ran. */
 int sim_step(int n);
+/* Runs everything that is queued.  The host learns nothing from it: what was unordered stays so. */
+void sim_drain(void);
+/* An event recorded on a stream, uncounted; it lives until the next reset or begin.  0: no such stream. */
+uint64_t sim_record(void *stream);
+/* The stream waits for it; a CUresult. */
+int sim_wait(void *stream, uint64_t record);
+int sim_is_capturing(void *stream);
+/* What the framework does with a stream that the host waits for: refused while it is captured, which spoils that. */
+int sim_refuse_capturing(void *stream);
+/* Whether device memory begins or goes on at the address: of the driver, registered, or of the caching allocator. */
+int sim_is_device_memory(const void *address);
+/* A finding of the framework's side. */
+void sim_finding(const char *kind, const char *text);
+
+/* --- the framework's caching allocator, by the rules of PyTorch's for CUDA ------------------------------------- */
+/* Memory of the calling thread's current stream, NULL without one.  A block that was freed is used again at once. */
+void *sim_cache_allocate(size_t bytes);
+/* Gives a block to the stream that it was allocated on, or once recorded streams are done; 0: no memory of the cache. */
+int sim_cache_free(void *base);
+int sim_cache_record_stream(void *base, void *stream); /* 0: no live memory of the cache */
+void sim_cache_abandon(void);                          /* live blocks become host memory; free ones go */
+const char *sim_cache_counts(void);                    /* "live=2 free=1 waiting=0": waiting for recorded streams */
 
 #ifdef __cplusplus
 }

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .bridge import Bridge
 from .caster import Caster
@@ -50,7 +51,7 @@ def train_simulated(sim, cu, model: nn.Module, batches, *, forward_waits: bool =
     caster = Caster(cu, **bugs)
     current = cu.stream()
     bridge = Bridge(sim.simulator, current)
-    bridge.adopt(*masters.values(), *low.values())
+    bridge.adopt(*masters.values(), *low.values(), *(tensor for batch in batches for tensor in batch))
     try:
         with bridge:
             for x, y in batches:
@@ -101,7 +102,7 @@ def bridge(sim, cu):
     cu.start()
     streams = [cu.stream(), cu.stream()]
     bridge = Bridge(sim.simulator, streams[0])
-    bridge.other, bridge.cu, bridge.sim = streams[1], cu, sim
+    bridge.other, bridge.checked = streams[1], sim
     with bridge:
         yield bridge
     bridge.close()
@@ -114,7 +115,8 @@ def test_ops_on_two_streams_need_an_order(bridge):
     x = torch.ones(8)
     with bridge.stream(bridge.other):
         x + 1
-    assert "aten.ones" in bridge.sim.expect("RACE", "aten.add")
+    bridge.synchronize()
+    assert "aten.ones" in bridge.checked.expect("RACE", "aten.add")
 
 
 def test_views_are_not_accesses_and_disjoint_views_do_not_race(bridge):
@@ -134,6 +136,7 @@ def test_reading_a_value_makes_the_host_wait(bridge):
     assert x.sum().item() == 4
     with bridge.stream(bridge.other):
         x.mul_(2)
+    bridge.synchronize()
 
 
 def test_out_arguments_are_writes(bridge):
@@ -142,7 +145,8 @@ def test_out_arguments_are_writes(bridge):
     torch.add(x, x, out=y)
     with bridge.stream(bridge.other):
         y.clone()
-    bridge.sim.expect("RACE", "aten.add.out")
+    bridge.synchronize()
+    bridge.checked.expect("RACE", "aten.add.out")
 
 
 def test_storage_given_back_while_another_stream_uses_it_is_found(bridge):
@@ -151,7 +155,7 @@ def test_storage_given_back_while_another_stream_uses_it_is_found(bridge):
     with bridge.stream(bridge.other):
         x.clone()
     x.untyped_storage().resize_(0)
-    assert "aten.clone" in bridge.sim.expect("RACE", "storage.resize_")
+    assert "aten.clone" in bridge.checked.expect("RACE", "free on")
 
 
 def test_storage_given_back_in_order_is_fine(bridge):
@@ -161,6 +165,87 @@ def test_storage_given_back_in_order_is_fine(bridge):
     x.untyped_storage().resize_(1024)
     x.fill_(3)
     assert x.sum().item() == 768
+
+
+def test_tensor_dropped_while_another_stream_uses_it_is_found(bridge):
+    x = torch.ones(256)
+    bridge.sim.order(bridge.other, bridge.current)
+    with bridge.stream(bridge.other):
+        kept = x * 2
+    del x
+    bridge.synchronize()
+    bridge.checked.expect("RACE", "aten.mul", "free on")
+    assert kept.sum().item() == 512
+
+
+def test_recorded_stream_keeps_a_dropped_tensors_memory(bridge):
+    x = torch.ones(256)
+    address = x.data_ptr()
+    bridge.sim.order(bridge.other, bridge.current)
+    with bridge.stream(bridge.other):
+        kept = x * 2
+    x.record_stream(bridge.stream_object(bridge.other))
+    del x
+    bridge.synchronize()
+    assert torch.ones(256).data_ptr() == address
+    assert kept.sum().item() == 512
+
+
+def test_dropped_tensors_memory_is_the_next_of_its_stream(bridge):
+    x = torch.ones(256)
+    address = x.data_ptr()
+    del x
+    assert torch.zeros(256).data_ptr() == address
+
+
+def test_host_memory_among_device_memory_is_found(bridge):
+    with _disable_current_modes():
+        host = torch.ones(4)
+    torch.zeros(4) + host
+    bridge.checked.expect("HOST-MEMORY", "aten.add", "float32[4]")
+
+
+def test_host_memory_alone_and_numbers_are_fine(bridge):
+    with _disable_current_modes():
+        host, number = torch.ones(4), torch.tensor(2.0)
+    assert not bridge.sim.is_device_memory((host + host).data_ptr())
+    assert (torch.ones(4) * number).sum().item() == 8
+
+
+def test_pageable_copy_to_the_device_makes_the_host_wait(bridge):
+    with _disable_current_modes():
+        host = torch.ones(4)
+    device = torch.zeros(4)
+    with bridge.no_syncs():
+        device.copy_(host)
+    bridge.checked.expect("SYNCHRONISES", "aten.copy_")
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.item(),
+        lambda x: x.cpu(),
+        lambda x: x.tolist(),
+        lambda x: x.numpy(),
+        lambda x: x.to("cpu"),
+        lambda x: x.to(device="cpu", dtype=torch.int64),
+        lambda x: x.nonzero(),
+        lambda x: bool(x > 0),
+    ],
+)
+def test_copies_to_the_host_make_it_wait(bridge, read):
+    x = torch.ones(1)
+    with bridge.no_syncs():
+        x + 1
+        x.to(x.device)
+        read(x)
+    bridge.checked.expect("SYNCHRONISES")
+    assert len(bridge.syncs) == 1
+
+
+def test_what_was_copied_to_the_host_is_host_memory(bridge):
+    assert not bridge.sim.is_device_memory(torch.ones(4).cpu().data_ptr())
 
 
 def test_current_stream_is_told_to_the_code_under_test(bridge):

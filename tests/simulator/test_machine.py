@@ -77,6 +77,107 @@ def test_kernel_of_one_device_cannot_run_on_another(simulator, cu):
         cu.launch(function, cu.stream(), [C.c_uint64(0)])
 
 
+# Limits
+
+
+BOUNDS = """.version 7.8
+.target sm_90
+.address_size 64
+.visible .entry k(.param .u64 p) %s { ret; }
+"""
+
+
+def bounded(directives: str) -> bytes:
+    """A kernel with launch bounds."""
+    return (BOUNDS % directives).encode()
+
+
+@pytest.mark.parametrize(
+    ("directives", "threads", "shared", "blocks"),
+    [
+        (".maxntid 256, 1, 1 .minnctapersm 4", 256, 0, 4),  # registers
+        (".maxnreg 32", 256, 0, 8),  # threads
+        (".maxnreg 32", 32, 0, 32),  # blocks
+        (".maxnreg 40", 256, 0, 6),
+        (".maxnreg 255", 256, 0, 1),
+        (".maxnreg 255", 512, 0, 0),
+        (".maxnreg 32", 64, 47 * 1024, 4),  # shared memory
+    ],
+)
+def test_residency_follows_registers_threads_and_shared_memory(simulator, cu, directives, threads, shared, blocks):
+    simulator.reset()
+    cu.start()
+    _, function = cu.function(bounded(directives), "k")
+    found = C.c_int()
+    occupancy = simulator.functions.cuOccupancyMaxActiveBlocksPerMultiprocessor
+    assert occupancy(C.byref(found), C.c_void_p(function), threads, C.c_size_t(shared)) == 0
+    assert found.value == blocks
+
+
+def test_launch_that_no_multiprocessor_can_hold_is_refused(simulator, cu):
+    simulator.reset()
+    cu.start()
+    _, function = cu.function(bounded(".maxnreg 128"), "k")
+    cu.launch(function, None, [C.c_uint64(0)], block=512)
+    with pytest.raises(DriverError, match="701"):
+        cu.launch(function, None, [C.c_uint64(0)], block=1024)
+
+
+@pytest.mark.parametrize(("capability", "multiprocessors"), [(75, 40), (80, 108), (90, 132), (100, 148), (103, 148)])
+def test_devices_have_the_multiprocessors_of_real_ones(simulator, cu, capability, multiprocessors):
+    simulator.reset()
+    simulator.set_devices(capability)
+    cu.start()
+    assert cu.cuDeviceGetAttribute(MULTIPROCESSORS, 0) == multiprocessors
+    simulator.reset()
+
+
+# The queue
+
+
+def test_launch_waits_while_the_queue_is_full(simulator, cu):
+    simulator.reset(Schedule.LAZY)
+    cu.start()
+    simulator.set_queue_depth(4)
+    stream = cu.stream()
+    _, function = cu.function(kernel(""), "k")
+    for _ in range(6):
+        cu.launch(function, stream, [C.c_uint64(0)])
+    assert simulator.queue_full() == 2
+    assert simulator.blocking_calls() == 2
+    assert simulator.live("pending") == 4
+    other = cu.stream()
+    cu.launch(function, other, [C.c_uint64(0)])  # a queue of its own
+    assert simulator.queue_full() == 2
+
+
+def test_queue_of_a_device_is_a_thousand_launches_deep(simulator, cu):
+    simulator.reset(Schedule.LAZY)
+    cu.start()
+    stream = cu.stream()
+    _, function = cu.function(kernel(""), "k")
+    for _ in range(1024):
+        cu.launch(function, stream, [C.c_uint64(0)])
+    assert simulator.queue_full() == 0
+    cu.launch(function, stream, [C.c_uint64(0)])
+    assert simulator.queue_full() == 1
+
+
+def test_waiting_for_room_tells_the_host_nothing(simulator, cu):
+    simulator.reset(Schedule.LAZY)
+    cu.start()
+    simulator.set_queue_depth(1)
+    a, b = cu.stream(), cu.stream()
+    x = np.zeros(4, np.float32)
+    simulator.register(x.ctypes.data, 16, "x", keep=x)
+    for label in ("first", "second"):
+        simulator.work(a, [Range(x.ctypes.data, 16, write=True)], label)
+    assert simulator.queue_full() == 1
+    simulator.work(b, [Range(x.ctypes.data, 16)], "reader")
+    simulator.synchronize()
+    assert any("first" in line or "second" in line for line in simulator.report())
+
+
 def test_no_device(simulator, cu):
     simulator.reset()
     simulator.set_devices()

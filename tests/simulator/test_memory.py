@@ -194,3 +194,17 @@ def test_leaks_are_counted_by_kind(simulator, cu):
     assert simulator.leaks() == kinds
     simulator.reset()
     assert simulator.leaks() == {}
+
+
+def test_host_pointer_is_refused_by_kernels_and_copies(sim, cu, stream):
+    host, device = np.zeros(64, np.uint32), cu.cuMemAlloc(256)
+    target = host.ctypes.data
+    assert cu.code("cuMemcpyHtoDAsync", target, target, 64, stream) == 1
+    assert cu.code("cuMemcpyDtoHAsync", target, target, 64, stream) == 1
+    assert cu.code("cuMemsetD32Async", target, 0, 4, stream) == 1
+    module, function = cu.function(kernel("st.global.u32 [%d0], %r0;"), "k")
+    cu.launch(function, stream, [C.c_uint64(target)])
+    assert cu.code("cuStreamSynchronize", stream) == 700
+    sim.expect("DEVICE-FAULT", "no such memory")
+    cu.cuMemFree(device)
+    cu.cuModuleUnload(module)

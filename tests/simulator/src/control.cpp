@@ -4,6 +4,8 @@
 #include <cstring>
 #include <sstream>
 
+#include "cache.hpp"
+#include "capture.hpp"
 #include "scheduler.hpp"
 #include "state.hpp"
 
@@ -50,6 +52,8 @@ void clear_findings()
     s.failing_launch = 0;
     s.history.clear();
     s.watches.clear();
+    s.marks.clear();
+    s.queue_full = 0;
     s.gil_probe = nullptr;
     s.delay_us = 0;
     forked_calls() = 0;
@@ -144,6 +148,7 @@ void sim_reset(int schedule, uint64_t seed)
 {
     Lock lock = locked();
     finish_work(lock);
+    cache_abandon();
     State &s = state();
     for (const auto &device : s.machine.devices)
         device->primary.references = 0;
@@ -156,6 +161,7 @@ void sim_reset(int schedule, uint64_t seed)
     s.host = VectorClock();
     s.next_stream = 1;
     s.next_capture = 1;
+    s.queue_depth = kQueueDepth;
     s.launches = 0;
     s.initialised = false;
     configure_from_environment();
@@ -169,6 +175,7 @@ void sim_begin(int schedule, uint64_t seed)
 {
     Lock lock = locked();
     finish_work(lock);
+    cache_bury();
     State &s = state();
     bury(s.streams);
     bury(s.events);
@@ -243,6 +250,18 @@ uint64_t sim_gil_blocks(void)
 {
     Lock lock = locked();
     return state().counts.gil_held;
+}
+
+uint64_t sim_queue_full(void)
+{
+    Lock lock = locked();
+    return state().queue_full;
+}
+
+void sim_set_queue_depth(size_t launches)
+{
+    Lock lock = locked();
+    state().queue_depth = launches;
 }
 
 void sim_set_gil_probe(int (*probe)(void))
@@ -377,7 +396,8 @@ int sim_enter(void *stream)
     Stream *s = stream_of(stream);
     if (s == nullptr)
         return CUDA_ERROR_INVALID_HANDLE;
-    force(enqueue(*s, {"enter", nullptr, nullptr}), lock);
+    if (!s->capture)
+        force(enqueue(*s, {"enter", nullptr, nullptr}), lock);
     return CUDA_SUCCESS;
 }
 
@@ -391,6 +411,11 @@ int sim_access(void *stream, const sim_range *ranges, size_t count, const char *
     Stream *s = stream_of(stream);
     if (s == nullptr)
         return CUDA_ERROR_INVALID_HANDLE;
+    if (s->capture) { // booked at every replay
+        const std::vector<sim_range> touched(ranges, ranges + count);
+        const auto run = [touched](Op &op, Lock &) { touch_all(touched.data(), touched.size(), op.actor); };
+        return submit(*s, {label, nullptr, run}, lock);
+    }
     const OpPtr op = enqueue(*s, {label, nullptr, nullptr});
     force(op, lock);
     touch_all(ranges, count, op->actor);
@@ -420,6 +445,111 @@ int sim_step(int n)
 {
     Lock lock = locked();
     return step(n, lock);
+}
+
+void sim_drain(void)
+{
+    Lock lock = locked();
+    drain(lock);
+}
+
+uint64_t sim_record(void *stream)
+{
+    Lock lock = locked();
+    Stream *s = stream_of(stream);
+    if (s == nullptr)
+        return 0;
+    Event event;
+    event.context = s->context;
+    event.capture = s->capture;
+    event.capture_tail = s->capture_tail;
+    if (!s->capture)
+        event.record = enqueue(*s, {"record of an event", nullptr, nullptr});
+    state().marks.push_back(event);
+    progress(lock);
+    return state().marks.size();
+}
+
+int sim_wait(void *stream, uint64_t record)
+{
+    Lock lock = locked();
+    Stream *s = stream_of(stream);
+    if (s == nullptr || record == 0 || record > state().marks.size())
+        return CUDA_ERROR_INVALID_HANDLE;
+    Event &event = state().marks[record - 1];
+    if (event.capture || s->capture)
+        return capture_wait(*s, event);
+    enqueue(*s, {"wait for an event", nullptr, nullptr}, {event.record});
+    progress(lock);
+    return CUDA_SUCCESS;
+}
+
+int sim_is_capturing(void *stream)
+{
+    Lock lock = locked();
+    const Stream *s = stream_of(stream);
+    return s && s->capture;
+}
+
+int sim_refuse_capturing(void *stream)
+{
+    Lock lock = locked();
+    const Stream *s = stream_of(stream);
+    if (s == nullptr || !s->capture)
+        return capture_forbids_unsafe_call();
+    capture_invalidate(s->capture);
+    return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+}
+
+int sim_is_device_memory(const void *address)
+{
+    Lock lock = locked();
+    const auto base = reinterpret_cast<uint64_t>(address);
+    const Range *range = state().memory.find(base);
+    if (range == nullptr || range->freed || range->kind == Range::Pinned)
+        return 0;
+    return 1;
+}
+
+void sim_finding(const char *kind, const char *text)
+{
+    Lock lock = locked();
+    report(kind, text);
+}
+
+void *sim_cache_allocate(size_t bytes)
+{
+    Lock lock = locked();
+    Stream *stream = stream_of(current_stream);
+    return stream ? cache_allocate(bytes, *stream, lock) : nullptr;
+}
+
+int sim_cache_free(void *base)
+{
+    Lock lock = locked();
+    return cache_free(base, lock);
+}
+
+int sim_cache_record_stream(void *base, void *stream)
+{
+    Lock lock = locked();
+    Stream *s = stream_of(stream);
+    return s && cache_record_stream(base, *s);
+}
+
+void sim_cache_abandon(void)
+{
+    Lock lock = locked();
+    drain(lock);
+    cache_abandon();
+}
+
+const char *sim_cache_counts(void)
+{
+    Lock lock = locked();
+    const CacheCounts counts = cache_counts();
+    return keep("live=" + std::to_string(counts.live) + " free=" + std::to_string(counts.free) +
+                " waiting=" + std::to_string(counts.waiting));
 }
 
 } // extern "C"

@@ -5,32 +5,35 @@
 
 #include "capture.hpp"
 #include "entry.hpp"
+#include "limits.hpp"
 #include "scheduler.hpp"
 #include "state.hpp"
 
 using namespace sim;
 
-// Numbers of a plausible device.  Few multiprocessors, so that a persistent grid stays cheap to interpret.
 static bool attribute(const Device &device, CUdevice_attribute which, int &value)
 {
     const int cc = device.capability;
+    const Limits &limits = limits_of(cc);
     switch (which) {
     case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: value = cc / 10; break;
     case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: value = cc % 10; break;
-    case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: value = 4; break;
+    case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: value = limits.multiprocessors; break;
     case CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK: value = 1024; break;
-    case CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR:
-        value = cc == 75 ? 1024 : cc == 80 || cc / 10 == 9 || cc / 10 == 10 ? 2048 : 1536;
-        break;
-    case CU_DEVICE_ATTRIBUTE_MAX_BLOCKS_PER_MULTIPROCESSOR: value = cc == 75 ? 16 : 32; break;
+    case CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR: value = limits.threads; break;
+    case CU_DEVICE_ATTRIBUTE_MAX_BLOCKS_PER_MULTIPROCESSOR: value = limits.blocks; break;
+    case CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_BLOCK:
+    case CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_MULTIPROCESSOR: value = kRegisters; break;
     case CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_X: value = 0x7fffffff; break;
     case CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_Y:
     case CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_Z: value = 65535; break;
     case CU_DEVICE_ATTRIBUTE_WARP_SIZE: value = 32; break;
     case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK: value = 48 * 1024; break;
-    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: value = cc == 75 ? 64 * 1024 : 99 * 1024; break;
-    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR: value = cc == 75 ? 64 * 1024 : 100 * 1024; break;
-    case CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE: value = 4 * 1024 * 1024; break;
+    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN:
+        value = static_cast<int>(limits.shared_opt_in);
+        break;
+    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR: value = static_cast<int>(limits.shared); break;
+    case CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE: value = static_cast<int>(limits.l2_cache); break;
     case CU_DEVICE_ATTRIBUTE_STREAM_PRIORITIES_SUPPORTED:
     case CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED:
     case CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING:

@@ -1,9 +1,8 @@
 // Modules, functions and launches.
-#include <algorithm>
-
 #include "capture.hpp"
 #include "entry.hpp"
 #include "launch.hpp"
+#include "limits.hpp"
 #include "module.hpp"
 #include "scheduler.hpp"
 #include "state.hpp"
@@ -103,7 +102,7 @@ CUresult CUDAAPI cuFuncGetAttribute(int *value, CUfunction_attribute which, CUfu
     case CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES: *value = static_cast<int>(function->entry->shared_bytes); break;
     case CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES: *value = static_cast<int>(function->entry->local_bytes); break;
     case CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: *value = function->max_dynamic_shared; break;
-    case CU_FUNC_ATTRIBUTE_NUM_REGS: *value = 32; break;
+    case CU_FUNC_ATTRIBUTE_NUM_REGS: *value = static_cast<int>(registers_of(*function->entry)); break;
     case CU_FUNC_ATTRIBUTE_PTX_VERSION:
     case CU_FUNC_ATTRIBUTE_BINARY_VERSION: *value = function->module->context->device->capability; break;
     default: report("UNSIMULATED", "function attribute " + std::to_string(which)); return CUDA_ERROR_NOT_SUPPORTED;
@@ -121,7 +120,8 @@ CUresult CUDAAPI cuFuncSetAttribute(CUfunction handle, CUfunction_attribute whic
         report("UNSIMULATED", "setting function attribute " + std::to_string(which));
         return CUDA_ERROR_NOT_SUPPORTED;
     }
-    if (value < 0 || value > 99 * 1024)
+    const Limits &limits = limits_of(function->module->context->device->capability);
+    if (value < 0 || static_cast<size_t>(value) > limits.shared_opt_in)
         return CUDA_ERROR_INVALID_VALUE;
     function->max_dynamic_shared = value;
     return CUDA_SUCCESS;
@@ -141,7 +141,8 @@ CUresult CUDAAPI cuFuncGetParamInfo(CUfunction handle, size_t index, size_t *off
     return CUDA_SUCCESS;
 }
 
-CUresult CUDAAPI cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, CUfunction handle, int threads, size_t)
+CUresult CUDAAPI cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, CUfunction handle, int threads,
+                                                             size_t shared)
 {
     SIM_CALL(cuOccupancyMaxActiveBlocksPerMultiprocessor, kUsual);
     const Function *function = find_function(handle);
@@ -149,7 +150,8 @@ CUresult CUDAAPI cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, CUfunc
         return CUDA_ERROR_INVALID_HANDLE;
     if (threads <= 0 || static_cast<unsigned>(threads) > function->entry->max_threads)
         return CUDA_ERROR_INVALID_VALUE;
-    *blocks = std::max(1, 2048 / threads);
+    const int capability = function->module->context->device->capability;
+    *blocks = resident_blocks(*function->entry, capability, static_cast<unsigned>(threads), shared);
     return CUDA_SUCCESS;
 }
 

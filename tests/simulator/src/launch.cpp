@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "limits.hpp"
 #include "scheduler.hpp"
 #include "state.hpp"
 
@@ -207,6 +208,9 @@ CUresult check_shape(const Function &function, const LaunchShape &shape)
         return CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES;
     if (entry.shared_bytes + shape.shared > static_cast<size_t>(function.max_dynamic_shared))
         return CUDA_ERROR_INVALID_VALUE;
+    const int capability = function.module->context->device->capability;
+    if (resident_blocks(entry, capability, static_cast<unsigned>(threads), shape.shared) == 0)
+        return CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES;
     return CUDA_SUCCESS;
 }
 

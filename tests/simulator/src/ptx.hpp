@@ -226,6 +226,7 @@ struct Entry {
     uint32_t declared = 0;           // registers of the text
     std::vector<Constant> constants; // registers kFirstDeclared + declared + i
     unsigned max_threads = 1024, required_threads = 0;
+    unsigned min_blocks = 0, max_registers = 0; // 0: not said
     unsigned granule = 16; // bytes of the smallest access to memory that threads share: nothing smaller is tracked
     bool has_barrier = false, dynamic_shared = false;
     std::map<std::string, uint64_t> executed; // by mnemonic, over all launches

@@ -198,7 +198,7 @@ void Parser::entry_limits()
                 threads *= static_cast<unsigned>(in_.integer());
             (word == ".maxntid" ? entry_->max_threads : entry_->required_threads) = threads;
         } else if (word == ".minnctapersm" || word == ".maxnreg") {
-            in_.integer();
+            (word == ".maxnreg" ? entry_->max_registers : entry_->min_blocks) = static_cast<unsigned>(in_.integer());
         } else {
             in_.fail("unsupported kernel directive '" + word + "'");
         }

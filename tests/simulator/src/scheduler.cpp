@@ -1,9 +1,11 @@
 #include "scheduler.hpp"
 
+#include <algorithm>
 #include <chrono>
 #include <thread>
 
 #include "capture.hpp"
+#include "entry.hpp"
 #include "state.hpp"
 
 namespace sim {
@@ -150,6 +152,23 @@ OpPtr enqueue(Stream &stream, const Work &work, const std::vector<OpPtr> &waits)
     return op;
 }
 
+// The device's queue holds so many launches.  A call that finds it full blocks until the first one has run; the host is
+// none the wiser about what else has.
+static void wait_for_room(const Stream &stream, Lock &lock)
+{
+    State &s = state();
+    const auto launches = [&stream] {
+        return static_cast<size_t>(std::count_if(stream.queue.begin(), stream.queue.end(),
+                                                 [](const OpPtr &op) { return op->work.run != nullptr; }));
+    };
+    if (stream.queue.size() < s.queue_depth || launches() < s.queue_depth)
+        return;
+    s.queue_full++;
+    note_blocking();
+    while (launches() >= s.queue_depth)
+        force(OpPtr(stream.queue.front()), lock);
+}
+
 CUresult submit(Stream &stream, const Work &work, Lock &lock)
 {
     if (const CUresult refused = capture_refuses(stream))
@@ -158,6 +177,7 @@ CUresult submit(Stream &stream, const Work &work, Lock &lock)
         capture_node(stream, work);
         return CUDA_SUCCESS;
     }
+    wait_for_room(stream, lock);
     enqueue(stream, work);
     progress(lock);
     return CUDA_SUCCESS;

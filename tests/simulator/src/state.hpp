@@ -2,6 +2,7 @@
 #pragma once
 
 #include <condition_variable>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -39,6 +40,8 @@ struct Machine {
     std::vector<std::unique_ptr<Device>> devices;
 };
 
+constexpr size_t kQueueDepth = 1024;
+
 struct Counts {
     std::map<std::string, uint64_t> calls;
     uint64_t total = 0, blocking = 0, gil_held = 0;
@@ -75,6 +78,9 @@ struct State {
     Counts counts;
     std::vector<Fault> faults;
     uint64_t launches = 0, failing_launch = 0;
+    size_t queue_depth = kQueueDepth; // launches of one stream that the device takes before it has run one
+    uint64_t queue_full = 0;          // calls that waited for room
+    std::deque<Event> marks;          // of the control surface
     CUresult failing_code = CUDA_SUCCESS;
     std::string delayed;
     int delay_us = 0;
