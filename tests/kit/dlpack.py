@@ -1,4 +1,4 @@
-"""DLPack in ctypes: capsules and exchange tables made by hand, as a foreign library might hand them over."""
+"""DLPack in ctypes: exchange tables made by hand, as a foreign library might hand them over."""
 
 from __future__ import annotations
 
@@ -8,14 +8,10 @@ from typing import Any
 
 FLOAT, BFLOAT, INTEGER = 2, 4, 0
 CPU, CUDA = 1, 2
-COPIED = 2
 
 new_capsule = ctypes.pythonapi.PyCapsule_New
 new_capsule.restype = ctypes.py_object
 new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-capsule_name = ctypes.pythonapi.PyCapsule_GetName
-capsule_name.restype = ctypes.c_char_p
-capsule_name.argtypes = [ctypes.py_object]
 
 
 class Version(ctypes.Structure):
@@ -37,74 +33,8 @@ class DLTensor(ctypes.Structure):
     )
 
 
-DELETER = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
-
-
-class Managed(ctypes.Structure):
-    _fields_ = (("tensor", DLTensor), ("context", ctypes.c_void_p), ("deleter", DELETER))
-
-
-class ManagedVersioned(ctypes.Structure):
-    _fields_ = (
-        ("version", Version),
-        ("context", ctypes.c_void_p),
-        ("deleter", DELETER),
-        ("flags", ctypes.c_uint64),
-        ("tensor", DLTensor),
-    )
-
-
 def integers(values: Sequence[int] | None) -> Any:
     return None if values is None else (ctypes.c_int64 * max(len(values), 1))(*values)
-
-
-class Exporter:
-    """An object whose ``__dlpack__`` returns a capsule made by hand, the same one every time.
-
-    ``deleted`` counts the calls of the deleter.  ``shape`` and ``strides`` may be None: the pointer is then NULL.
-    """
-
-    def __init__(
-        self,
-        data: int | None,
-        shape: Sequence[int] | None,
-        strides: Sequence[int] | None = None,
-        *,
-        ndim: int | None = None,
-        dtype: tuple[int, int, int] = (FLOAT, 32, 1),
-        byte_offset: int = 0,
-        device: tuple[int, int] = (CPU, 0),
-        versioned: bool = True,
-        version: tuple[int, int] = (1, 0),
-        flags: int = 0,
-        deleter: bool = True,
-    ) -> None:
-        self.deleted = 0
-        self._arrays = integers(shape), integers(strides)
-        self.managed = ManagedVersioned() if versioned else Managed()
-        if isinstance(self.managed, ManagedVersioned):
-            self.managed.version = Version(*version)
-            self.managed.flags = flags
-        if deleter:
-            self.managed.deleter = DELETER(self._delete)
-        tensor = self.managed.tensor
-        tensor.data = data
-        tensor.device_type, tensor.device_index = device
-        tensor.ndim = len(shape or ()) if ndim is None else ndim
-        tensor.code, tensor.bits, tensor.lanes = dtype
-        tensor.byte_offset = byte_offset
-        for field, array in zip(("shape", "strides"), self._arrays, strict=True):
-            if array is not None:
-                setattr(tensor, field, array)
-        # Kept by the object: a capsule refers to its name, it does not copy it.
-        self._name = b"dltensor_versioned" if versioned else b"dltensor"
-        self.capsule = new_capsule(ctypes.addressof(self.managed), self._name, None)
-
-    def _delete(self, _managed: int) -> None:
-        self.deleted += 1
-
-    def __dlpack__(self) -> Any:
-        return self.capsule
 
 
 ALLOCATE = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
@@ -136,3 +66,45 @@ def table_type(table: Table, *, name: bytes = b"dlpack_exchange_api", **members:
     ALIVE.extend((table, name))
     capsule = new_capsule(ctypes.addressof(table), name, None)
     return type("Foreign", (), {"__dlpack_c_exchange_api__": capsule, **members})
+
+
+@CURRENT_STREAM
+def _default_stream(_device_type: int, _device_index: int, out: Any) -> int:
+    out[0] = None
+    return 0
+
+
+def describing(describe: Any, major: int = 1, current_stream: Any = _default_stream, **more: Any) -> Table:
+    """A table with this way to describe a tensor."""
+    return Table(version=Version(major, 0), tensor_from_object=describe, current_stream=current_stream, **more)
+
+
+def described_as(
+    data: int | None,
+    shape: Sequence[int] | None,
+    strides: Sequence[int] | None = None,
+    *,
+    ndim: int | None = None,
+    dtype: tuple[int, int, int] = (FLOAT, 32, 1),
+    byte_offset: int = 0,
+    device: tuple[int, int] = (CPU, 0),
+) -> tuple[DLTensor, Any]:
+    """A description, and what it points to.  ``shape`` and ``strides`` may be None: the pointer is then NULL."""
+    sizes, steps = integers(shape), integers(strides)
+    tensor = DLTensor(data, *device, len(shape or ()) if ndim is None else ndim, *dtype, byte_offset=byte_offset)
+    for field, array in (("shape", sizes), ("strides", steps)):
+        if array is not None:
+            setattr(tensor, field, array)
+    return tensor, (sizes, steps)
+
+
+def described(*facts: Any, **more: Any) -> Any:
+    """An object of a type of its own, with the description that :func:`described_as` makes."""
+    tensor, kept = described_as(*facts, **more)
+
+    @TENSOR_FROM_OBJECT
+    def describe(_object: object, out: Any) -> int:
+        out[0] = tensor
+        return 0
+
+    return table_type(describing(describe), keep=kept)()

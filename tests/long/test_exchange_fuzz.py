@@ -22,20 +22,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from kit.dlpack import (
-    BFLOAT,
-    COPIED,
-    FLOAT,
-    FROM_OBJECT,
-    TENSOR_FROM_OBJECT,
-    DLTensor,
-    Exporter,
-    Table,
-    Version,
-    capsule_name,
-    new_capsule,
-    table_type,
-)
+from kit.dlpack import BFLOAT, FLOAT, TENSOR_FROM_OBJECT, DLTensor, described_as, describing, table_type
 
 from ddp_mp import _C
 
@@ -58,10 +45,9 @@ FILLING = b"\x3c"  # a finite number in every type
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One description, and the way by which it comes."""
+    """One description."""
 
-    way: str  # a capsule, a table that describes, or a table that gives a managed tensor
-    answer: str  # what is given: "right", or something else
+    fails: bool  # the table does not describe it
     data: int | None
     shape: tuple[int, ...] | None
     strides: tuple[int, ...] | None
@@ -69,9 +55,6 @@ class Case:
     dtype: tuple[int, int, int]
     device: tuple[int, int]
     byte_offset: int
-    versioned: bool
-    version: tuple[int, int]
-    flags: int
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -83,8 +66,7 @@ class Case:
 
 def is_accepted(case: Case) -> bool:
     """Whether a reader has to take the description."""
-    managed = case.way == "managed" or (case.way == "capsule" and case.versioned)
-    if case.answer != "right" or (managed and (case.version[0] != 1 or case.flags & COPIED)):
+    if case.fails:
         return False
     ndim = len(case.shape or ()) if case.ndim is None else case.ndim
     if not 0 <= ndim <= 32 or (ndim > 0 and case.shape is None) or any(size < 0 for size in case.sizes):
@@ -180,10 +162,7 @@ def layouts(draw: st.DrawFn) -> dict[str, Any]:
 
 #: What each part may be; the first of a part is what is mostly right.
 PARTS: dict[str, list[st.SearchStrategy[Any]]] = {
-    "answer": [
-        st.just("right"),
-        st.sampled_from(["used", "other name", "none", "number", "ValueError", "MemoryError", "SystemExit"]),
-    ],
+    "fails": [st.just(False), st.just(True)],
     "data": [st.just(START), st.none(), st.just(START + 1), uint64],
     "dtype": [
         st.sampled_from(sorted(TYPES)),
@@ -192,8 +171,6 @@ PARTS: dict[str, list[st.SearchStrategy[Any]]] = {
     ],
     "device": [st.just((1, 0)), st.tuples(st.integers(0, 20), st.integers(-1, 3)), st.tuples(int32, int32)],
     "byte_offset": [st.sampled_from([0, 0, 8, 64]), st.integers(0, 80), uint64],
-    "version": [st.tuples(st.just(1), uint32), st.tuples(uint32, uint32)],
-    "flags": [st.sampled_from([0, 0, 1]), uint64, st.sampled_from([COPIED, COPIED | 1])],
 }
 
 
@@ -202,97 +179,54 @@ def cases(draw: st.DrawFn) -> Case:
     """Right in most parts, so that each part that is wrong is seen alone too."""
     wrong = draw(st.integers(0, 3).flatmap(lambda n: st.sets(st.sampled_from(sorted(PARTS)), max_size=n)))
     parts = {name: draw(st.one_of(kinds[1:]) if name in wrong else kinds[0]) for name, kinds in PARTS.items()}
-    way = draw(st.sampled_from(["capsule", "capsule", "direct", "managed"]))
-    return Case(way=way, versioned=way == "managed" or draw(st.booleans()), **draw(layouts()), **parts)
+    return Case(**draw(layouts()), **parts)
 
 
 # --- objects that hand them over ------------------------------------------------------------------------------------------
 
-RAISED = {"ValueError": ValueError, "MemoryError": MemoryError, "SystemExit": SystemExit}
-NAMES = {"other name": b"something", "used": b"used_dltensor_versioned"}  # a capsule refers to its name
-#: What an exchange table answers when none of these is given.
-WRONG_CAPSULES = {answer: new_capsule(START, name, None) for answer, name in NAMES.items()}
-
 
 class Given:
-    """What the objects under way hand over, by identity: exchange tables are those of a type, for all its objects."""
+    """What the objects under way hand over, by identity: an exchange table is that of a type, for all its objects."""
 
-    exporters: dict[int, Exporter] = {}  # noqa: RUF012 - emptied by every case
+    tensors: dict[int, DLTensor] = {}  # noqa: RUF012 - emptied by every case
 
 
 @TENSOR_FROM_OBJECT
-def describe_direct(given: object, out: Any) -> int:
-    exporter = Given.exporters.get(id(given))
-    if exporter is None:
+def describe_given(given: object, out: Any) -> int:
+    tensor = Given.tensors.get(id(given))
+    if tensor is None:
         return -1
-    ctypes.memmove(out, ctypes.addressof(exporter.managed.tensor), ctypes.sizeof(DLTensor))
+    out[0] = tensor
     return 0
 
 
-@FROM_OBJECT
-def give_managed(given: object, out: Any) -> int:
-    exporter = Given.exporters.get(id(given))
-    if exporter is None:
-        return -1
-    out[0] = ctypes.addressof(exporter.managed)
-    return 0
-
-
-TABLES = {
-    "direct": table_type(Table(version=Version(1, 3), tensor_from_object=describe_direct)),
-    "managed": table_type(Table(version=Version(1, 3), managed_from_object=give_managed)),
-}
-
-
-class ByCapsule:
-    """Offers ``__dlpack__`` alone."""
-
-    def __init__(self, exporter: Exporter, answer: str) -> None:
-        self.exporter, self.answer = exporter, answer
-
-    def __dlpack__(self) -> Any:
-        if self.answer in RAISED:
-            raise RAISED[self.answer]("no luck")
-        return {"right": self.exporter.capsule, "none": None, "number": 5, **WRONG_CAPSULES}[self.answer]
+Foreign = table_type(describing(describe_given))
 
 
 class Handed:
-    """An object of a case, and what must hold of it once it was given away."""
+    """An object of a case."""
 
     def __init__(self, case: Case) -> None:
         fields = dataclasses.asdict(case)
-        del fields["way"], fields["answer"]
-        self.case, self.exporter = case, Exporter(**fields)
-        self.object = ByCapsule(self.exporter, case.answer) if case.way == "capsule" else TABLES[case.way]()
-        Given.exporters.clear()
-        if case.answer == "right":
-            Given.exporters[id(self.object)] = self.exporter
+        del fields["fails"]
+        self.tensor, self.kept = described_as(**fields)
+        self.object = Foreign()
+        Given.tensors = {} if case.fails else {id(self.object): self.tensor}
         self.before = self.references()
 
-    def references(self) -> list[int]:
-        return [sys.getrefcount(one) for one in (self.object, self.exporter, self.exporter.capsule)]
+    def references(self) -> int:
+        return sys.getrefcount(self.object)
 
-    def check(self, asked: bool) -> None:
-        """``asked``: it was certainly read."""
+    def check(self) -> None:
+        """Nobody keeps what was given."""
         assert self.references() == self.before
-        taken = 0
-        if self.case.way == "capsule":
-            taken = int(capsule_name(self.exporter.capsule).startswith(b"used_"))
-            assert taken <= (self.case.answer == "right")
-            assert taken or not asked or self.case.answer != "right"
-        elif self.case.way == "managed" and self.case.answer == "right":
-            taken = 1 if asked else self.exporter.deleted
-        assert self.exporter.deleted == taken <= 1
 
 
-def attempt(case: Case, act: Any, *arguments: Any) -> Any:
+def attempt(act: Any, *arguments: Any) -> Any:
     """What ``act(*arguments)`` returns, or the refusal that it raises: of a kind that is documented, and with a text."""
-    due: tuple[type[BaseException], ...] = (BufferError, TypeError, ValueError)
-    if case.way == "capsule" and case.answer in ("MemoryError", "SystemExit"):
-        due = (*due, RAISED[case.answer])  # those are nobody's refusal
     try:
         return act(*arguments)
-    except due as error:
+    except (BufferError, TypeError, ValueError) as error:
         refusal = error
         error.__traceback__ = None  # its frames refer to the object
     assert str(refusal)
@@ -304,20 +238,13 @@ def attempt(case: Case, act: Any, *arguments: Any) -> Any:
 
 def read(case: Case) -> bool:
     handed = Handed(case)
-    result = attempt(case, _C.describe, handed.object)
-    handed.check(asked=True)
+    result = attempt(_C.describe, handed.object)
+    handed.check()
     assert isinstance(result, dict) is is_accepted(case), result
     if isinstance(result, dict):
         assert result == facts_of(case)
-        if case.way == "capsule":  # a second time
-            with pytest.raises(BufferError, match="consumed before"):
-                _C.describe(handed.object)
-            handed.check(asked=True)
         return True
-    if case.answer in ("MemoryError", "SystemExit") and case.way == "capsule":
-        assert type(result) is RAISED[case.answer]
-    else:
-        assert type(result) is BufferError
+    assert type(result) is BufferError
     return False
 
 
@@ -339,9 +266,9 @@ def copy(case: Case, into: bool, by_fuse: bool) -> bool:
     MEMORY.raw = FILLING * len(MEMORY)
     handed, other = Handed(case), torch.full((NUMEL,), 2.0)
     pair = (other, handed.object) if into else (handed.object, other)
-    result = attempt(case, _C.fuse, [pair[0]], [None], [pair[1]], 1.0) if by_fuse else attempt(case, _C.cast, *pair)
+    result = attempt(_C.fuse, [pair[0]], [None], [pair[1]], 1.0) if by_fuse else attempt(_C.cast, *pair)
     del pair
-    handed.check(asked=True)
+    handed.check()
     assert (result is None) is is_operand(case), result
     if result is not None:
         assert MEMORY.raw == FILLING * len(MEMORY)
@@ -362,8 +289,8 @@ def add(case: Case) -> bool:
         return False
     MEMORY.raw = FILLING * len(MEMORY)
     handed, ones, out = Handed(case), torch.ones(NUMEL), torch.full((NUMEL,), 2.0)
-    result = attempt(case, _C.fuse, [ones], [handed.object], [out], 2.0)
-    handed.check(asked=True)
+    result = attempt(_C.fuse, [ones], [handed.object], [out], 2.0)
+    handed.check()
     assert (result is None) is is_operand(case), result
     assert result is not None or torch.equal(out, (1 + values_at(case).float()) / 2)
     return result is None
@@ -380,7 +307,7 @@ def bind(case: Case, which: int) -> bool:
     handed = Handed(case)
     parts = [list(part) for part in right]
     parts[which] = [handed.object]
-    result = attempt(case, engine.bind, *parts)
+    result = attempt(engine.bind, *parts)
     if result is None:
         facts = facts_of(case)
         assert is_accepted(case)
@@ -390,7 +317,7 @@ def bind(case: Case, which: int) -> bool:
         assert which == 0 or facts["data"] in (right[1][0].data_ptr(), arena.data_ptr())
     del parts
     engine.bind(*right)
-    handed.check(asked=True)
+    handed.check()
     assert engine.begin() == _C.UNCHANGED
     engine.wait()
     assert weight.dtype is torch.bfloat16

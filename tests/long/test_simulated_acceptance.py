@@ -70,7 +70,7 @@ def main():
 
 def run(harness: Path, schedule: str, seconds: float, *more: str) -> subprocess.CompletedProcess[str]:
     require_simulator()
-    command = [sys.executable, str(ROOT / "tests" / "simulated_acceptance.py"), "--harness", str(harness), *more]
+    command = [sys.executable, str(ROOT / "tests" / "long" / "simulated_acceptance.py"), "--harness", str(harness), *more]
     paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT / "tests")]))  # under PYTHONSAFEPATH too
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": paths}
     return subprocess.run(

@@ -13,17 +13,17 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_mp import versions
 
 
-@pytest.mark.parametrize("version", ["1.13.1", "2.4.0+cu121", "2.8.0a0+git1234567"])
+@pytest.mark.parametrize("version", ["1.13.1", "2.4.0+cu121", "2.9.1"])
 def test_version_that_is_too_old_is_an_import_error(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(torch, "__version__", version)
     for name in [name for name in sys.modules if name.partition(".")[0] == "ddp_mp" and name != "ddp_mp._C"]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ImportError) as error:
         importlib.import_module("ddp_mp")
-    assert str(error.value) == f"ddp_mp needs PyTorch 2.9 or newer; this is {version}"
+    assert str(error.value) == f"ddp_mp needs PyTorch 2.10 or newer; this is {version}"
 
 
-@pytest.mark.parametrize("version", ["2.9.0", "2.13.0+cpu", "2.100.0", "3.0.0.dev20270101", "unknown"])
+@pytest.mark.parametrize("version", ["2.10.0", "2.13.0+cpu", "2.100.0", "3.0.0.dev20270101", "unknown"])
 def test_version_that_is_new_enough_is_taken(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(torch, "__version__", version)
     versions.require()

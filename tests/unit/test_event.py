@@ -1,4 +1,4 @@
-"""Event, EventDeque and EventTable on the host backend."""
+"""Event and EventDeque on the host backend."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_event_cannot_be_pickled_or_copied(caster: Caster) -> None:
         copy.deepcopy(event)
 
 
-@pytest.mark.parametrize("kind", [_C.Event, _C.EventDeque, _C.EventTable])
+@pytest.mark.parametrize("kind", [_C.Event, _C.EventDeque])
 def test_types_are_immutable_and_final(kind: type) -> None:
     with pytest.raises(TypeError, match="immutable"):
         kind.extra = 1  # type: ignore[attr-defined]
@@ -299,12 +299,11 @@ def test_deque_takes_events_only(end: str, item: object) -> None:
     assert len(queue) == 0
 
 
-@pytest.mark.parametrize("kind", [_C.EventDeque, _C.EventTable])
-def test_containers_take_no_arguments(kind: type) -> None:
+def test_deque_takes_no_arguments() -> None:
     with pytest.raises(TypeError, match="takes no arguments"):
-        kind([])
+        _C.EventDeque([])  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="takes no arguments"):
-        kind(maxlen=3)
+        _C.EventDeque(maxlen=3)  # type: ignore[call-arg]
 
 
 def test_deque_iterator_goes_over_what_was_there() -> None:
@@ -383,93 +382,18 @@ def test_deque_of_threads_loses_nothing() -> None:
     assert len(queue) == 0
 
 
-# --- EventTable ----------------------------------------------------------------------------------------------------
-
-
-def test_table_missing_key_is_created_as_defaultdict_does() -> None:
-    ours, theirs = _C.EventTable(), defaultdict(deque)
-    module, other = nn.Linear(1, 1), nn.Linear(1, 1)
-    for table in (ours, theirs):
-        assert len(table) == 0
-        assert module not in table
-        assert len(table) == 0
-        queue = table[module]
-        queue.append(EVENTS[0])
-        assert table[module] is queue
-        assert module in table
-        assert other not in table
-        assert len(table) == 1
-        with pytest.raises(IndexError, match="pop from an empty deque"):
-            table[other].popleft()
-        assert len(table) == 2
-        assert table[module].popleft() is EVENTS[0]
-        table.clear()
-        assert len(table) == 0
-        assert module not in table
-    assert type(ours[module]) is _C.EventDeque
-
-
-def test_table_keys_are_compared_by_identity() -> None:
-    class Equal:
-        __hash__ = None  # type: ignore[assignment]
-
-        def __eq__(self, other: object) -> bool:
-            raise AssertionError("compared")
-
-    table = _C.EventTable()
-    one, two = Equal(), Equal()
-    assert table[one] is not table[two]
-    assert table[one] is table[one]
-    assert len(table) == 2
-
-
-def test_table_holds_its_keys(event: _C.Event) -> None:
-    """Else another module could get the address, and with it the events, of one that is gone."""
-    table = _C.EventTable()
-    module = nn.Linear(1, 1)
-    gone = weakref.ref(module)
-    before = sys.getrefcount(event)
-    table[module].append(event)
-    del module
-    gc.collect()
-    assert gone() is not None
-    table.clear()
-    gc.collect()
-    after = sys.getrefcount(event)
-    assert gone() is None
-    assert after == before
-
-
-def test_table_in_a_cycle_with_its_keys_is_collected(event: _C.Event) -> None:
-    module = nn.Linear(1, 1)
-    table = _C.EventTable()
-    before, gone = sys.getrefcount(event), weakref.ref(module)
-    table[module].append(event)
-    module.table = table
-    del module, table
-    gc.collect()
-    after = sys.getrefcount(event)
-    assert gone() is None
-    assert after == before
-
-
-def test_table_copies_are_empty() -> None:
-    table = _C.EventTable()
-    module = nn.Linear(1, 1)
-    table[module].append(EVENTS[0])
-    queue = table[module]
-    for made in (copy.deepcopy(table), copy.copy(table), pickle.loads(pickle.dumps(table))):
-        assert type(made) is _C.EventTable
+def test_deque_copies_are_empty() -> None:
+    queue = _C.EventDeque()
+    queue.append(EVENTS[0])
+    for made in (copy.deepcopy(queue), pickle.loads(pickle.dumps(queue))):
+        assert type(made) is _C.EventDeque
         assert len(made) == 0
-    for made_queue in (copy.deepcopy(queue), pickle.loads(pickle.dumps(queue))):
-        assert type(made_queue) is _C.EventDeque
-        assert len(made_queue) == 0
-    assert len(table[module]) == 1
+    assert len(queue) == 1
 
 
-def test_table_serves_upstreams_hook(caster: Caster) -> None:
+def test_deques_serve_upstreams_hook(caster: Caster) -> None:
     """The lines of PyTorch's _module_wait_for_copy_hook that touch it, with a stub for the device's stream."""
-    table = _C.EventTable()
+    table = defaultdict(_C.EventDeque)
     table[caster.module].append(caster.cast())
     for expected in (True, False):
         try:

@@ -384,15 +384,15 @@ def test_import_twice_gives_modules_that_work_side_by_side() -> None:
     second = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(second)
     assert second is not _C
-    assert second.EventTable is not _C.EventTable
+    assert second.EventDeque is not _C.EventDeque
     assert second.DeviceError is not _C.DeviceError
     tensor = torch.zeros(3)
     assert second.describe(tensor) == _C.describe(tensor)
-    table = second.EventTable()
+    queue = second.EventDeque()
     del second, spec
     gc.collect()
     with pytest.raises(IndexError, match="pop from an empty deque"):
-        table[tensor].pop()
+        queue.pop()
 
 
 SUB_INTERPRETER = """

@@ -266,26 +266,6 @@ test_type_in_words(void)
     check_type((dl_dtype){DL_FLOAT, 32, 4}, "DLPack type 2 of 32 bits, 4 lanes");
 }
 
-static void
-test_versions(void)
-{
-    int64_t shape[] = {4};
-    dl_managed_versioned managed = {.version = {DL_MAJOR, 0}, .tensor = described(1, shape, NULL)};
-    mp_view view;
-    CHECK(mp_dlpack_read_versioned(&managed, 1, &view) == NULL);
-    CHECK_EQ(view.numel, 4);
-    managed.version.minor = 99;
-    CHECK(mp_dlpack_read_versioned(&managed, 1, &view) == NULL);
-    managed.flags = DL_FLAG_READ_ONLY; /* may be read all the same */
-    CHECK(mp_dlpack_read_versioned(&managed, 1, &view) == NULL);
-    managed.flags = DL_FLAG_COPIED;
-    CHECK(strstr(mp_dlpack_read_versioned(&managed, 1, &view), "a copy") != NULL);
-    managed.flags = 0;
-    managed.tensor.shape = NULL; /* not looked at: another version may lay it out otherwise */
-    managed.version.major = DL_MAJOR + 1;
-    CHECK(strstr(mp_dlpack_read_versioned(&managed, 1, &view), "version") != NULL);
-}
-
 int
 main(void)
 {
@@ -298,6 +278,5 @@ main(void)
     test_layout_of_every_small_tensor();
     test_views_compare();
     test_type_in_words();
-    test_versions();
     return check_status();
 }

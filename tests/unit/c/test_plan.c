@@ -188,34 +188,6 @@ test_memory_out(void)
     mp_plan_fini(&plan);
 }
 
-static void
-test_fingerprint(void)
-{
-    enum { COUNT = 300 };
-    const void *pointers[COUNT + 1] = {NULL};
-    for (size_t i = 0; i < COUNT; i++) {
-        pointers[i] = (const void *)(uintptr_t)(0x7f0000000000 + i * 4096);
-    }
-    uint64_t base = mp_plan_fingerprint(pointers, COUNT);
-    CHECK_EQ(base, mp_plan_fingerprint(pointers, COUNT));
-    CHECK(base != mp_plan_fingerprint(pointers, COUNT - 1));
-    CHECK(base != mp_plan_fingerprint(pointers, COUNT + 1)); /* a NULL more */
-    CHECK(mp_plan_fingerprint(NULL, 0) != mp_plan_fingerprint(&pointers[COUNT], 1));
-    for (size_t i = 0; i + 1 < COUNT; i++) { /* every exchange of neighbours, and every single bit */
-        const void *kept = pointers[i];
-        pointers[i] = pointers[i + 1];
-        pointers[i + 1] = kept;
-        CHECK(base != mp_plan_fingerprint(pointers, COUNT));
-        pointers[i + 1] = pointers[i];
-        pointers[i] = kept;
-        for (unsigned bit = 0; bit < 64; bit++) {
-            pointers[i] = (const void *)((uintptr_t)kept ^ (uintptr_t)1 << bit);
-            CHECK(base != mp_plan_fingerprint(pointers, COUNT));
-        }
-        pointers[i] = kept;
-    }
-}
-
 int
 main(void)
 {
@@ -225,6 +197,5 @@ main(void)
     test_many_rows();
     test_refusals();
     test_memory_out();
-    test_fingerprint();
     return check_status();
 }
