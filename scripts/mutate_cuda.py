@@ -5,7 +5,7 @@
     python scripts/mutate_cuda.py --sample 0          every mutant of the PTX too
     python scripts/mutate_cuda.py --only cuda/launch  the mutants whose place or description contains that; no report
 
-A mutant of the C code is one call or one check less.  It is compiled into tests/cuda/c/test_cuda.c, which runs the backend on
+A mutant of the C code is one call or one check less.  It is linked into the program tests/cuda/c, which runs the backend on
 the simulated driver, and where that notices nothing into a copy of the extension, which trains on it.  A mutant of the kernel
 is one instruction of its PTX made another; it runs over the rows of tests/kit/kernel_rows.py.  What is not mutated must pass
 first.
@@ -40,22 +40,22 @@ sys.path[:0] = [str(ROOT / "tests"), str(Path(__file__).parent)]
 
 from cuda_equivalent import EQUIVALENT  # noqa: E402
 from cuda_mutants import BACKEND, CALLERS, Mutant, architectures_of, mutants_of, ptx_mutants, ptx_of, sample_of  # noqa: E402
+from kit.c_programs import build_command  # noqa: E402
 from simulator.build import library, locked  # noqa: E402
 
 CC = os.environ.get("CC", "gcc")
 C_FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O1", "-fPIC", "-pthread", "-w", f"-I{ROOT / 'csrc'}"]
-PROGRAM = ROOT / "tests" / "cuda" / "c" / "test_cuda.c"
-CUDA_SOURCES = ("backend", "device", "driver", "image", "launch", "nvrtc")
-PROGRAM_SOURCES = ("core/backend", "core/row", *(f"cuda/{name}" for name in CUDA_SOURCES))
-CASTS = tuple(f"host/convert{name}" for name in ("", "_scalar", "_avx2", "_avx512", "_neon"))
+PROGRAM, KIT = ROOT / "tests" / "cuda" / "c", ROOT / "tests" / "kit" / "c"
+#: What the program is made of, as paths below the root without their suffix: its own files, those of the kit, the backend.
+PROGRAM_SOURCES = [word.removesuffix(".c") for word in build_command(PROGRAM / "main.c") if word.endswith(".c")]
 LINKING = ("-pthread", "-Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc")
 #: What the extension is tried with where the C program notices nothing: fast, and about order and errors.
 TRAINING = [
     "cuda/test_simulated_calls.py",
     "cuda/test_simulated_faults.py",
-    "test_engine.py",
-    "test_event.py",
-    "test_cuda_streams.py",
+    "unit/test_engine.py",
+    "unit/test_event.py",
+    "cuda/test_cuda_streams.py",
     "cuda/test_simulated_training.py",
     "-k",
     "not test_simulated_training"
@@ -105,9 +105,10 @@ class Verdicts:
         if fresh:
             path.unlink(missing_ok=True)
         self._read()
-        simulator, python = ROOT / "tests" / "simulator" / "src", [*(ROOT / "tests").rglob("*.py"), PROGRAM]
-        rows = [ROOT / "tests" / "kit" / "kernel_rows.py", *simulator.iterdir()]
-        self._tests = {"c": digest_of([*python, *simulator.iterdir()]), "ptx": digest_of(rows)}
+        simulator = list((ROOT / "tests" / "simulator" / "src").iterdir())
+        program = [*PROGRAM.iterdir(), *KIT.iterdir()]
+        python, rows = (ROOT / "tests").rglob("*.py"), ROOT / "tests" / "kit" / "kernel_rows.py"
+        self._tests = {"c": digest_of([*python, *program, *simulator]), "ptx": digest_of([rows, *simulator])}
 
     def _read(self) -> None:
         if self._path.exists():
@@ -162,17 +163,16 @@ class Bench:
             self._find_image()
 
     def _build_program(self) -> None:
-        jobs = [(ROOT / "csrc" / f"{stem}.c", self._object(stem)) for stem in PROGRAM_SOURCES + CASTS]
-        jobs.append((PROGRAM, WORK / "test_cuda.o"))
+        jobs = [(ROOT / f"{source}.c", self._object(source)) for source in PROGRAM_SOURCES]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            includes = ["-I", ROOT / "tests" / "simulator", "-I", ROOT / "tests" / "kit" / "c"]
+            includes = ["-I", ROOT / "tests" / "simulator", "-I", KIT]
             list(pool.map(lambda job: must([CC, *C_FLAGS, *includes, "-c", job[0], "-o", job[1]]), jobs))
 
-    def _object(self, stem: str) -> Path:
-        return WORK / f"{stem.replace('/', '-')}.o"
+    def _object(self, source: str) -> Path:
+        return WORK / f"{source.replace('/', '-')}.o"
 
     def _link_program(self, target: Path, instead: dict[str, Path]) -> None:
-        objects = [instead.get(stem, self._object(stem)) for stem in (*PROGRAM_SOURCES, *CASTS, "test_cuda")]
+        objects = [instead.get(source, self._object(source)) for source in PROGRAM_SOURCES]
         must([CC, *LINKING, *objects, "-ldl", "-lm", "-o", target])
 
     def _build_extension(self) -> None:
@@ -203,7 +203,7 @@ class Bench:
         include = [f"-I{sysconfig.get_paths()['include']}", '-DMP_VERSION="mutant"']
         code, output = run([CC, *C_FLAGS, *include, "-c", source, "-o", made], 120)
         mutant.verdict = "does not compile" if code else ""
-        if not code and mutant.stem in PROGRAM_SOURCES:
+        if not code and f"csrc/{mutant.stem}" in PROGRAM_SOURCES:
             code, output = self._run_program(folder, mutant.stem, made)
             mutant.verdict = told(code, "killed by test_cuda")
         if not code and training:
@@ -215,7 +215,7 @@ class Bench:
         return output
 
     def _run_program(self, folder: Path, stem: str, made: Path) -> tuple[int, str]:
-        self._link_program(folder / "test_cuda", {stem: made})
+        self._link_program(folder / "test_cuda", {f"csrc/{stem}": made})
         code, output = run([folder / "test_cuda"], HANGS["program"])  # as on a machine without a driver
         if code:
             return code, output
@@ -334,7 +334,7 @@ already, so that such calls have no mutants.
 """
 C_TEXT = """Each wait and each event record is taken out; the result of each driver call is ignored; each test of a status or
 of a driver's code, and each condition under which a function refuses, behaves as if nothing had failed. Tried with
-`tests/cuda/c/test_cuda.c`, then by training on the simulated driver."""
+the program in `tests/cuda/c`, then by training on the simulated driver."""
 PTX_TEXT = """One instruction is changed into another: conditions, arithmetic, rounding, addresses, stores, jumps, constants.
 Copies between registers, exact conversions and loads of parameters are left as they are. Tried with
 `tests/kit/kernel_rows.py`. The image holds a text for each architecture; those named together differ in nothing

@@ -1,4 +1,4 @@
-"""tests/cuda/c/test_cuda.c on the simulated driver: the CUDA backend in C, without Python or PyTorch."""
+"""The program tests/cuda/c on the simulated driver: the CUDA backend in C, without Python or PyTorch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kit.c_programs import CC, FLAGS, OPTIONS, ROOT, build_command, runner
 from kit.kernel_image import kernel_image
 from simulator.build import library as simulated_driver
 
-PROGRAM = ROOT / "tests" / "cuda" / "c" / "test_cuda.c"
+PROGRAM = ROOT / "tests" / "cuda" / "c" / "main.c"
 SANITIZE = {"plain": "", "address": "", "thread": "thread"}
 
 

@@ -1,4 +1,4 @@
-"""The C programs of tests/unit/c: each is built and run plainly and under sanitizers."""
+"""The C programs of tests/unit/c, a file or a folder with a main.c each, built and run plainly and under sanitizers."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ from pathlib import Path
 import pytest
 from kit.c_programs import CC, FLAGS, OPTIONS, ROOT, build_command, runner
 
-PROGRAMS = sorted((Path(__file__).parent / "c").glob("*.c"))
+FOLDER = Path(__file__).parent / "c"
+#: By name.  That of a folder begins like those of the files.
+PROGRAMS = {path.stem: path for path in sorted(FOLDER.glob("*.c"))} | {
+    f"test_{path.parent.name}": path for path in sorted(FOLDER.glob("*/main.c"))
+}
 #: Programs whose subject is shared between threads, or is meant to be.
 THREADED = {"test_host", "test_deque", "test_plan"}
 CASES = [
-    pytest.param(program, flavour, id=f"{program.stem}-{flavour}")
-    for program in PROGRAMS
+    pytest.param(program, flavour, id=f"{name}-{flavour}")
+    for name, program in PROGRAMS.items()
     for flavour in FLAGS
-    if flavour != "thread" or program.stem in THREADED
+    if flavour != "thread" or name in THREADED
 ]
 
 
 def test_programs_exist() -> None:
-    assert PROGRAMS, "tests/unit/c holds no program"
+    assert PROGRAMS.keys() >= THREADED, "tests/unit/c lacks a program"
 
 
 @pytest.mark.parametrize(("program", "flavour"), CASES)

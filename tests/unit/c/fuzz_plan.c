@@ -1,7 +1,8 @@
 /* Plans over element counts and limits of any kind, checked against what plan.h promises.
  *
  * gcc -std=c11 -D_GNU_SOURCE -O1 -g -Wall -Wextra -Werror -pthread -fsanitize=address,undefined -Icsrc -Itests/kit/c \
- *     tests/unit/c/fuzz_plan.c csrc/core/plan.c -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc -o fuzz_plan
+ *     tests/unit/c/fuzz_plan.c tests/kit/c/check.c csrc/core/plan.c \
+ *     -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc -o fuzz_plan
  *
  * Without an argument it tries the same inputs in every run; `fuzz_plan SECONDS SEED` tries others for so long.  With
  * clang, `-fsanitize=fuzzer -DLIBFUZZER` gives the same checks a driver that looks for inputs that run new code. */

@@ -3,7 +3,7 @@
  * Stands alone; from the top of the repository:
  *
  *     gcc -std=c11 -O2 -Wall -Wextra -Wconversion -Werror -fsanitize=address,undefined -Icsrc -Itests/kit/c \
- *         tests/unit/c/test_cast.c csrc/host/convert*.c -lm -o /tmp/test_cast && /tmp/test_cast
+ *         tests/unit/c/test_cast.c tests/kit/c/check.c csrc/host/convert*.c -lm -o /tmp/test_cast && /tmp/test_cast
  */
 #include <math.h>
 #include <stdlib.h>

@@ -1,7 +1,8 @@
 /* Tests of deque.c against a plain array, at every size around growing and shrinking.
  *
  * gcc -std=c11 -D_GNU_SOURCE -O1 -g -Wall -Wextra -Werror -pthread -fsanitize=address,undefined -Icsrc -Itests/kit/c \
- *     tests/unit/c/test_deque.c csrc/python/deque.c -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc -o test_deque
+ *     tests/unit/c/test_deque.c tests/kit/c/check.c csrc/python/deque.c \
+ *     -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc -o test_deque
  */
 #include <stdlib.h>
 

@@ -1,7 +1,7 @@
 /* Tests of core/dlpack.c and view.c: what is read of a description, and which descriptions are refused.
  *
  * gcc -std=c11 -D_GNU_SOURCE -O1 -g -Wall -Wextra -Werror -pthread -fsanitize=address,undefined -Icsrc -Itests/kit/c \
- *     tests/unit/c/test_dlpack_read.c csrc/core/dlpack.c csrc/core/view.c -o test_dlpack_read
+ *     tests/unit/c/test_dlpack_read.c tests/kit/c/check.c csrc/core/dlpack.c csrc/core/view.c -o test_dlpack_read
  */
 #include "check.h"
 #include "core/dlpack.h"

@@ -1,7 +1,8 @@
 /* Tests of plan.c: where rows go, sizes beyond 32 bits, refusals, fingerprints.
  *
  * gcc -std=c11 -D_GNU_SOURCE -O1 -g -Wall -Wextra -Werror -pthread -fsanitize=address,undefined -Icsrc -Itests/kit/c \
- *     tests/unit/c/test_plan.c csrc/core/plan.c -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc -o test_plan
+ *     tests/unit/c/test_plan.c tests/kit/c/check.c csrc/core/plan.c \
+ *     -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc -o test_plan
  */
 #include <stdlib.h>
 #include <time.h>
