@@ -139,7 +139,7 @@ def test_bench_model_with_input_runs_its_own_forward(models: str, model: str, gi
 # --- whole steps ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("own", [False, True])
 def test_bench_steps_compares_whole_steps_and_says_which_is_the_fastest(models: str, own: bool) -> None:
     what = ["--model", f"{models}:linear", "--input", f"{models}:single"] if own else ["--layers", "1", "--width", "8"]
@@ -153,7 +153,7 @@ def test_bench_steps_compares_whole_steps_and_says_which_is_the_fastest(models: 
     assert "profiler" not in result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_bench_steps_leaves_out_a_kind_that_cannot_train_the_model_and_says_why(models: str) -> None:
     result = run("--step", "--model", f"{models}:Makes", "--input", f"{models}:single")
     assert result.returncode == 0, result.stderr[-4000:]

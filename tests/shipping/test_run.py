@@ -105,7 +105,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("as_module", [False, True])
 def test_run_under_torchrun_trains_an_unready_model_in_autocast_on_both_ranks(as_module: bool, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(TRAINS)
@@ -120,7 +120,7 @@ def test_run_under_torchrun_trains_an_unready_model_in_autocast_on_both_ranks(as
     assert said == {"__main__ ['--lr', '0.1'] [1.5] torch.float32 True"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
