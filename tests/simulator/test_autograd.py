@@ -12,6 +12,8 @@ from torch.autograd import Variable
 from .autograd import device_thread
 from .bridge import Bridge
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def bridge(sim, cu) -> Iterator[Bridge]:

@@ -6,6 +6,8 @@ import pytest
 
 from .sim import Range, Schedule
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def two(sim, cu):

@@ -12,6 +12,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from .bridge import Bridge
 from .sim import Schedule
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module", autouse=True)
 def group() -> Iterator[None]:

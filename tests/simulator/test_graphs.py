@@ -11,6 +11,8 @@ from .bridge import Bridge
 from .driver import DriverError
 from .graphs import Graph
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def bridge(sim, cu) -> Iterator[Bridge]:
