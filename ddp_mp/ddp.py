@@ -79,6 +79,17 @@ def group_store(group: Any) -> dist.Store | None:
     return None if "fake" in backend else store
 
 
+def require_own_call(ddp: DistributedDataParallel | None, module: nn.Module) -> None:
+    """RuntimeError where another wrapper calls the module: gradients arrive on leaves, which its reducer does not know."""
+    caller = DistributedDataParallel._active_ddp_module
+    if caller is None or caller is ddp or caller.__dict__["_modules"]["module"] is not module or not torch.is_grad_enabled():
+        return
+    raise RuntimeError(
+        "ddp_mp: this module is patched through another DistributedDataParallel than the one that was called, which would "
+        "reduce nothing: call the patched wrapper, or call ddp_mp.unpatch on it first"
+    )
+
+
 def user_hook(ddp: DistributedDataParallel) -> tuple[Any, Any] | None:
     """(hook, state) of the communication hook that the user registered, if any; PyTorch's own is not one."""
     for hook, state in getattr(ddp, "_comm_hooks", []):

@@ -225,9 +225,11 @@ class PatchedModel:
     def _prepare(self, replaced: bool) -> Plan | None:
         """Before a forward: builds the plan anew when the module holds other parameters than it did.
 
-        Returns None while plain tensors stand in for the parameters (``functional_call``).
+        Returns None while plain tensors stand in for the parameters (``functional_call``).  Raises RuntimeError where a wrapper
+        that is not patched calls the module.
         """
         plan = self.plan
+        native.require_own_call(self._ddp(), self.root)
         thawed = plan.thawed()
         replaced = replaced or plan.replaced()
         if not (replaced or self.dirty or thawed or plan.added):

@@ -30,6 +30,7 @@ _NEEDED: list[tuple[Any, str]] = [
     (_named_member_accessor, "swap_tensor"),
     (distributed, "_MixedPrecision"),
     (distributed, "_setup_mixed_precision_params"),
+    (distributed.DistributedDataParallel, "_active_ddp_module"),
     (distributed.DistributedDataParallel, "_build_params_for_reducer"),
     (distributed.DistributedDataParallel, "_build_debug_param_to_name_mapping"),
     (distributed.DistributedDataParallel, "_ddp_init_helper"),

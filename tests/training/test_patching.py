@@ -14,7 +14,7 @@ import pytest
 import torch
 from kit.modules import Luck, Two, column, mlp, no_luck, scalar, vectors
 from kit.moments import MOMENTS, at, require_ordinary
-from kit.oracle import BF16, F32, FP16, Trial, mean_square, require_same, square_step
+from kit.oracle import BF16, F32, FP16, Trial, mean_square, patched, require_same, square_step
 from kit.ranks import Rank, on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -321,6 +321,22 @@ def test_wrapping_the_same_module_twice_gives_it_to_the_second(rank: Rank, first
     assert ddp_mp.stats(second.ddp).casts == 6
     ddp_mp.unpatch(second.ddp)
     require_ordinary(model)
+
+
+@on_ranks(2)
+def test_wrapping_the_same_module_in_a_plain_wrapper_is_refused_where_it_would_train(rank: Rank) -> None:
+    module = scalar()
+    first, plain = patched(module), DistributedDataParallel(module)
+    with pytest.raises(RuntimeError, match="reduce nothing: call the patched wrapper"):
+        plain(column(1))
+    with torch.no_grad():
+        plain(column(1))
+    first(column(rank.index)).sum().backward()
+    assert module.weight.grad.item() == 0.5
+    module.weight.grad = None
+    ddp_mp.unpatch(first)
+    plain(column(rank.index)).sum().backward()
+    assert module.weight.grad.item() == 0.5
 
 
 class Odd(ddp_mp.Options):
