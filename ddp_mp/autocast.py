@@ -1,11 +1,14 @@
 """``Options.autocast``: a module's forward runs in autocast of ``param_dtype``, whoever calls it.
 
 The forward itself is replaced on the instance, so that no exception and no interrupt leaves autocast behind, and so that
-torch.compile sees an ordinary context manager.
+torch.compile sees an ordinary context manager.  Where somebody else's function stands on the instance when the wrapper is
+called, as PyTorch Lightning puts one there for each step, the wrapper's call runs in autocast instead.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,16 +32,22 @@ class AutocastForward:
         self._own: Callable[..., Any] | None = module.__dict__.get("forward")  # some libraries put theirs on the instance
         kinds = {p.device.type for p in module.parameters()} | {b.device.type for b in module.buffers()}
         kind = next(iter(kinds - {"cpu"}), "cpu")
+        self._autocast = autocast = functools.partial(torch.autocast, kind, dtype=dtype, enabled=dtype is not None)
         original = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not region.low:
                 return original(*args, **kwargs)
-            with torch.autocast(kind, dtype=dtype, enabled=dtype is not None):
+            with autocast():
                 return original(*args, **kwargs)
 
         forward.__dict__["ddp_mp_own"] = self._own
         module.__dict__["forward"] = self._forward = forward
+
+    def around_call(self) -> contextlib.AbstractContextManager[Any]:
+        """What a call of the module by its wrapper is to run in: autocast, unless our forward is in place and does the same."""
+        ours, _ = own_forward(self._module.__dict__.get("forward"))
+        return contextlib.nullcontext() if ours else self._autocast()
 
     def remove(self) -> None:
         """The module's own forward again.  One that somebody has put around ours stays, and passes everything through."""

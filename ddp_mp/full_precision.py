@@ -3,6 +3,10 @@
 A module that an entry matches computes in the type that its parameters have, with everything inside it.  Its parameters are
 left out of the plan of casts.  Hooks on the outermost matching modules cast what goes in and what comes out, so that the rest
 of the model sees low precision everywhere.
+
+Under ``Options.autocast`` the parameters of normalisation layers stay in full precision too, without a border: autocast does
+not cast them.  Their kernels take activations of either type beside float32 weights, but no float32 activations beside
+bfloat16 weights.
 """
 
 from __future__ import annotations
@@ -21,6 +25,10 @@ from .parameters import Managed
 from .tensors import cast_tensors
 
 Entry = type[nn.Module] | str
+
+#: Layers whose kernels refuse low-precision weights where the input is float32.  Those of RMSNorm take both, and are fused only
+#: where types are the same.
+_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
 
 # What wrappers put into the names of the modules that they wrap.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -52,7 +60,7 @@ class FullPrecisionModules:
 
     Args:
         module: the wrapped module.
-        options: ``full_precision_modules`` and ``full_precision_outputs``.
+        options: ``full_precision_modules``, ``full_precision_outputs`` and ``autocast``.
         dtype: the type outside the borders; None: nothing is cast, there or at the borders.
         region: says whether the module computes in low precision now.
 
@@ -67,6 +75,7 @@ class FullPrecisionModules:
         self._outside: dict[int, _Member] = {}
         self._handles: list[Any] = []
         self._silent: set[int] = set()  # modules whose outputs are not cast
+        self._norms = [weakref.ref(m) for m in module.modules() if isinstance(m, _NORMS)] if options.autocast else []
         if not options.full_precision_modules:
             return
         names = _names(module)
@@ -102,18 +111,23 @@ class FullPrecisionModules:
         return [id(member.module) for member in self.outermost]
 
     def buffer_ids(self) -> set[int]:
-        """``id`` of every buffer inside the borders."""
-        return {id(b) for member in self._inside.values() for b in member.module._buffers.values() if b is not None}
+        """``id`` of every buffer that stays in full precision."""
+        modules = [*(member.module for member in self._inside.values()), *self._norm_modules()]
+        return {id(b) for module in modules for b in module._buffers.values() if b is not None}
 
     def mark(self, rows: list[Managed]) -> list[Managed]:
-        """Sets ``full`` of the parameters inside; ValueError for one that a module outside holds too.  Returns its argument."""
+        """Sets ``full`` of the parameters that stay in full precision, and returns its argument.
+
+        ValueError for a parameter inside that a module outside holds too.
+        """
         inside = {id(member.module._parameters): member for member in self._inside.values()}
         outside = {id(member.module._parameters): member for member in self._outside.values()}
+        norms = self._norm_homes(rows)
         for row in rows:
             homes = [id(site.parameters) for site in row.sites]
             full = next((inside[home] for home in homes if home in inside), None)
             low = next((outside[home] for home in homes if home in outside), None)
-            row.full = full is not None
+            row.full = full is not None or norms.issuperset(homes)
             if full is not None and low is not None:
                 raise ValueError(
                     f"Options.full_precision_modules: parameter {row.name!r} is shared by {_part(full)}, which stays in full "
@@ -141,11 +155,27 @@ class FullPrecisionModules:
 
     def widen_buffers(self, narrowed: torch.dtype | None) -> None:
         """Gives floating-point buffers inside their module's type again that DDP's constructor cast to ``narrowed``."""
-        for member in self.outermost if narrowed is not None else ():
-            own = _own_type(member.module)
-            for buffer in member.module.buffers():
+        modules = [*(member.module for member in self.outermost), *self._norm_modules()]
+        for module in modules if narrowed is not None else ():
+            own = _own_type(module)
+            for buffer in module.buffers():
                 if buffer.dtype is narrowed and narrowed.itemsize < own.itemsize:
                     buffer.data = buffer.to(own)
+
+    def _norm_modules(self) -> list[nn.Module]:
+        """Normalisation layers that keep their parameters in full precision; none without ``Options.autocast``."""
+        return [module for reference in self._norms if (module := reference()) is not None]
+
+    def _norm_homes(self, rows: list[Managed]) -> set[int]:
+        """``id`` of the dictionaries of parameters of these layers.
+
+        A layer that shares a weight with a module of another kind is left out: its kernel wants all of its weights in one type.
+        """
+        norms = {id(module._parameters) for module in self._norm_modules()}
+        for row in rows if norms else ():
+            homes = {id(site.parameters) for site in row.sites}
+            norms -= homes if homes - norms else set()
+        return norms
 
     def _walk(self, member: _Member, chosen: set[int]) -> None:
         """Sorts the modules; each is visited at most once inside and once outside."""

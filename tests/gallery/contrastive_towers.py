@@ -38,8 +38,8 @@ def gathered(own: torch.Tensor) -> torch.Tensor:
 class ContrastiveTowers(Program):
     bound = 0.05
     note = (
-        "Outputs are gathered over the ranks in the type in which they are computed. The loss is outside of the wrapper, so that it "
-        "begins with `.float()`."
+        "Outputs are gathered over the ranks in the type in which they are computed. The loss is outside of the wrapper, so "
+        "that it begins with `.float()`."
     )
 
     def __init__(self, way: Way) -> None:
