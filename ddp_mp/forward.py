@@ -211,7 +211,7 @@ class Forward:
         if call is not None and call.placement is not None and call.plan is not None:
             self._carry(call.placement)
             placement, call.placement = call.placement, None
-            call.placement = call.plan.pool.place_present(instead_of=placement)
+            call.placement = _placed_again(call.plan, _requires_grad(placement), placement)
             call.plan.waits.at_root()
             call.plan.pool.free(placement.generation)
 
@@ -228,10 +228,11 @@ class Forward:
         take_back(placement)
         placement.generation.placed += 1  # its memory stays
         plan.region.low, call.placement = False, None
+        trained = _requires_grad(placement)
 
         def show_leaves() -> None:
             placement.generation.placed -= 1
-            call.placement = plan.pool.place_present()
+            call.placement = _placed_again(plan, trained)
             plan.region.low = True
             plan.waits.at_root()
             plan.pool.free(placement.generation)
@@ -264,3 +265,23 @@ class Forward:
                 "holds its masters",
                 stacklevel=3,
             )
+
+
+def _requires_grad(placement: Placement) -> list[bool]:
+    return [leaf.requires_grad for leaf in placement.generation.leaves]
+
+
+def _placed_again(plan: Plan, trained: list[bool], instead_of: Placement | None = None) -> Placement:
+    """Leaves with the masters' present values inside a forward, which had placed leaves before.
+
+    ``trained``: which of those required grad.  They do so still where the master does not now: a GAN that freezes one side
+    while the other one steps thaws it later in the same forward.  What arrives for a master that is still frozen then is dropped.
+    """
+    placement = plan.pool.place_present(instead_of=instead_of)
+    generation = placement.generation
+    frozen = [leaf for leaf, was in zip(generation.leaves, trained, strict=True) if was and not leaf.requires_grad]
+    for leaf in frozen:
+        leaf.requires_grad_(True)
+    if frozen:
+        generation.sites.changed()  # so that this is not taken for the module's own doing
+    return placement
