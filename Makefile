@@ -31,7 +31,7 @@ PYTEST = mkdir -p build/tmp && tmp=$$(mktemp -d build/tmp/pytest-XXXXXX) && trap
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup dev demo test check docs sanitize mutate soak fuzz peers gallery bench gpu wheel clean distclean
+.PHONY: help setup dev demo test test-long test-all check docs sanitize mutate soak fuzz peers gallery bench gpu wheel clean distclean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-10s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,14 +57,22 @@ demo: $(BUILT) ## train a small GPT in fp32 and in mixed precision, side by side
 	mkdir -p build/tmp
 	TMPDIR=$(abspath build/tmp) OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node=2 examples/demo.py
 
-test: $(BUILT) ## build, and run every test
-	@$(PYTEST) tests
+# Two processes, each with its own ranks; a file's tests stay together.
+PARALLEL := -n 2 --dist loadfile
 
-check: $(BUILT) ## format, lint, types and the fast tests
+test: $(BUILT) ## build, and test every subject (five minutes)
+	@$(PYTEST) $(PARALLEL) -m "not long" tests
+
+test-long: $(BUILT) ## the sweeps, long forms, PyTorch's own tests and the simulator's, which `make test` leaves out
+	@$(PYTEST) $(PARALLEL) -m long tests
+
+test-all: test test-long ## every test
+
+check: $(BUILT) ## format, lint, types and the unit tests (one minute)
 	$(VENV)/bin/ruff check --no-cache .
 	$(VENV)/bin/ruff format --no-cache --check .
 	$(VENV)/bin/mypy --strict --cache-dir $(XDG_CACHE_HOME)/mypy ddp_mp
-	@$(PYTEST) -m "not slow" tests
+	@$(PYTEST) $(PARALLEL) -m "not long" tests/unit
 
 $(VENV)/.stamp-docs: docs/requirements.txt $(DEPS)
 	$(PIP_INSTALL) --requirement docs/requirements.txt
@@ -82,13 +90,13 @@ mutate: $(BUILT) ## take waits, records and checks out of the CUDA code one at a
 
 MINUTES ?= 60
 soak: $(BUILT) ## train random models by random actions on four ranks for MINUTES=60, compare all, watch memory
-	OMP_NUM_THREADS=1 $(PY) tests/soak.py --minutes $(MINUTES)
+	OMP_NUM_THREADS=1 $(PY) tests/long/soak.py --minutes $(MINUTES)
 
 fuzz: $(BUILT) ## walks over training, DLPack descriptions and plans, chosen by fuzzers, MINUTES=60 each
-	@DDP_MP_FUZZ=$(MINUTES) $(PYTEST) tests/test_fuzz.py tests/test_exchange_fuzz.py tests/test_plan_fuzz.py
+	@DDP_MP_FUZZ=$(MINUTES) $(PYTEST) tests/long/test_fuzz.py tests/long/test_exchange_fuzz.py tests/long/test_plan_fuzz.py
 
 peers: $(BUILT) ## run PyTorch's own tests of DistributedDataParallel on patched models, write docs/peer-tests.md
-	$(PY) tests/peers.py
+	$(PY) tests/peers/peers.py
 
 gallery: $(BUILT) ## train small models in the shape of public programs in three ways, write docs/gallery.md
 	$(PY) tests/gallery

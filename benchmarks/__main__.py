@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-BENCHMARKS = ("hooks", "parts", "step", "forward", "cast", "memory", "scaling")
+BENCHMARKS = ("hooks", "parts", "step", "forward", "cast", "memory", "scaling", "launches")
 
 
 def main() -> int:

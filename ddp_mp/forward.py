@@ -275,7 +275,7 @@ def _placed_again(plan: Plan, trained: list[bool], instead_of: Placement | None 
     """Leaves with the masters' present values inside a forward, which had placed leaves before.
 
     ``trained``: which of those required grad.  They do so still where the master does not now: a GAN that freezes one side
-    while the other one steps thaws it later in the same forward.  What arrives for a master that is still frozen then is dropped.
+    while the other one steps thaws it later in the same forward.  What arrives for a master that is still frozen is dropped.
     """
     placement = plan.pool.place_present(instead_of=instead_of)
     generation = placement.generation

@@ -159,11 +159,11 @@ class RootModel:
                 self.run()
                 return
         self.casts += 1
-        table = _C.EventTable()
+        queues: defaultdict[nn.Module, _C.EventDeque] = defaultdict(_C.EventDeque)
         events = [[group.engine.event(b) for b in range(group.bucket_count)] for group in self.groups]
         for module, (g, b) in self._module_events:
-            table[module].append(events[g][b])
-        ddp._submodule_to_event = table
+            queues[module].append(events[g][b])
+        ddp._submodule_to_event = queues
 
 
 class _RootGroup:

@@ -13,12 +13,13 @@ from torch.nn.utils import _named_member_accessor
 from torch.optim import optimizer
 
 #: The oldest PyTorch that ddp_mp is meant for.
-OLDEST = (2, 9)
+OLDEST = (2, 10)
 
 # Newer versions are told apart by what they have, never by their number.  Most of this is private and may be renamed one day.
 _NEEDED: list[tuple[Any, str]] = [
     (torch.Tensor, "register_post_accumulate_grad_hook"),
     (torch.Tensor, "_post_accumulate_grad_hooks"),
+    (torch.Tensor, "__dlpack_c_exchange_api__"),
     (torch, "Stream"),
     (torch, "_disable_dynamo"),
     (torch._C, "_DisableFuncTorch"),

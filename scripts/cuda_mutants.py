@@ -15,7 +15,7 @@ from pathlib import Path
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 #: The backend itself: its calls of the driver, and what it refuses.
-BACKEND = ("cuda/backend", "cuda/slot", "cuda/table", "cuda/image")
+BACKEND = ("cuda/backend", "cuda/device", "cuda/launch", "cuda/image")
 #: Who asks the backend for order.
 CALLERS = ("python/engine_pass", "python/engine", "python/event", "python/operations")
 
@@ -127,7 +127,7 @@ def mutants_of(stem: str) -> list[Mutant]:
 
 
 def ptx_of(image: bytes) -> dict[int, str]:
-    """The PTX of a fat binary by architecture.  The format is undocumented; see tests/simcuda/src/fatbin.hpp."""
+    """The PTX of a fat binary by architecture.  The format is undocumented; see tests/simulator/src/fatbin.hpp."""
     texts = {}
     header, size = struct.unpack_from("<H", image, 6)[0], struct.unpack_from("<Q", image, 8)[0]
     at = header

@@ -77,7 +77,7 @@ if sanitizer=$(command -v compute-sanitizer); then
     if grep -q 'ERROR SUMMARY: 0 errors' "$scratch/probe.log"; then
         for tool in memcheck racecheck; do
             step "$tool" 120 "$sanitizer" --tool "$tool" --error-exitcode 9 --target-processes all \
-                "${pytest[@]}" -x -m "gpu and not slow" -k "cast or kernel" tests/test_gpu.py
+                "${pytest[@]}" -x -m "gpu and not long" -k "cast or kernel" tests/cuda/test_gpu.py
         done
     else
         echo "== compute-sanitizer: this machine refuses it: $(grep -m 1 -i -E 'not supported|error' "$scratch/probe.log")" |

@@ -3,11 +3,11 @@
 
     python scripts/mutate_cuda.py                     every mutant of the C code, a sample of the PTX; writes docs/mutation.md
     python scripts/mutate_cuda.py --sample 0          every mutant of the PTX too
-    python scripts/mutate_cuda.py --only cuda/slot    the mutants whose place or description contains that; no report
+    python scripts/mutate_cuda.py --only cuda/launch  the mutants whose place or description contains that; no report
 
-A mutant of the C code is one call or one check less.  It is compiled into tests/c/test_cuda.c, which runs the backend on the
-simulated driver, and where that notices nothing into a copy of the extension, which trains on it.  A mutant of the kernel
-is one instruction of its PTX made another; it runs over the rows of tests/kernel_rows.py.  What is not mutated must pass
+A mutant of the C code is one call or one check less.  It is compiled into tests/cuda/c/test_cuda.c, which runs the backend on
+the simulated driver, and where that notices nothing into a copy of the extension, which trains on it.  A mutant of the kernel
+is one instruction of its PTX made another; it runs over the rows of tests/kit/kernel_rows.py.  What is not mutated must pass
 first.
 
 Everything is made under build/mutation; the checkout stays as it is.  Verdicts are kept there by the text of the mutant, so
@@ -40,22 +40,23 @@ sys.path[:0] = [str(ROOT / "tests"), str(Path(__file__).parent)]
 
 from cuda_equivalent import EQUIVALENT  # noqa: E402
 from cuda_mutants import BACKEND, CALLERS, Mutant, architectures_of, mutants_of, ptx_mutants, ptx_of, sample_of  # noqa: E402
-from simcuda.build import library, locked  # noqa: E402
+from simulator.build import library, locked  # noqa: E402
 
 CC = os.environ.get("CC", "gcc")
 C_FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O1", "-fPIC", "-pthread", "-w", f"-I{ROOT / 'csrc'}"]
-PROGRAM = ROOT / "tests" / "c" / "test_cuda.c"
-PROGRAM_SOURCES = ("core/backend", *(f"cuda/{name}" for name in ("backend", "driver", "image", "nvrtc", "slot", "table")))
+PROGRAM = ROOT / "tests" / "cuda" / "c" / "test_cuda.c"
+CUDA_SOURCES = ("backend", "device", "driver", "image", "launch", "nvrtc")
+PROGRAM_SOURCES = ("core/backend", "core/row", *(f"cuda/{name}" for name in CUDA_SOURCES))
 CASTS = tuple(f"host/convert{name}" for name in ("", "_scalar", "_avx2", "_avx512", "_neon"))
-LINKING = ("-pthread", "-Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc,--wrap=free")
+LINKING = ("-pthread", "-Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc")
 #: What the extension is tried with where the C program notices nothing: fast, and about order and errors.
 TRAINING = [
-    "test_simulated_calls.py",
-    "test_simulated_faults.py",
+    "cuda/test_simulated_calls.py",
+    "cuda/test_simulated_faults.py",
     "test_engine.py",
     "test_event.py",
     "test_cuda_streams.py",
-    "test_simulated_training.py",
+    "cuda/test_simulated_training.py",
     "-k",
     "not test_simulated_training"
     " or (1] and (many_buckets or by_module or streams or stream or prefetch or accumulation or error))",
@@ -104,8 +105,8 @@ class Verdicts:
         if fresh:
             path.unlink(missing_ok=True)
         self._read()
-        simulator, python = ROOT / "tests" / "simcuda" / "src", [*(ROOT / "tests").glob("*.py"), PROGRAM]
-        rows = [ROOT / "tests" / "kernel_rows.py", *simulator.iterdir()]
+        simulator, python = ROOT / "tests" / "simulator" / "src", [*(ROOT / "tests").rglob("*.py"), PROGRAM]
+        rows = [ROOT / "tests" / "kit" / "kernel_rows.py", *simulator.iterdir()]
         self._tests = {"c": digest_of([*python, *simulator.iterdir()]), "ptx": digest_of(rows)}
 
     def _read(self) -> None:
@@ -164,7 +165,7 @@ class Bench:
         jobs = [(ROOT / "csrc" / f"{stem}.c", self._object(stem)) for stem in PROGRAM_SOURCES + CASTS]
         jobs.append((PROGRAM, WORK / "test_cuda.o"))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            includes = ["-I", ROOT / "tests" / "simcuda"]
+            includes = ["-I", ROOT / "tests" / "simulator", "-I", ROOT / "tests" / "kit" / "c"]
             list(pool.map(lambda job: must([CC, *C_FLAGS, *includes, "-c", job[0], "-o", job[1]]), jobs))
 
     def _object(self, stem: str) -> Path:
@@ -243,8 +244,8 @@ class Bench:
 
     def run_rows(self, image: Path, architecture: str) -> int:
         """Runs a kernel over every kind of row; makes the expected result, or compares with it."""
-        rows = [ROOT / "tests" / "kernel_rows.py", image, architecture, WORK / "rows.npz"]
-        return run([sys.executable, *rows], HANGS["kernel"])[0]
+        rows = [ROOT / "tests" / "kit" / "kernel_rows.py", image, architecture, WORK / "rows.npz"]
+        return run([sys.executable, *rows], HANGS["kernel"], environment={"PYTHONPATH": str(ROOT / "tests")})[0]
 
     def try_ptx(self, mutant: Mutant) -> str:
         """Decides the verdict of a mutant of the kernel."""
@@ -333,9 +334,9 @@ checked in the code either.
 """
 C_TEXT = """Each wait and each event record taken out; the result of each driver call unchecked; each test of a status or of a
 driver's code, and each condition under which a function refuses, as if nothing had failed. Tried with
-`tests/c/test_cuda.c`, then by training on the simulated driver."""
+`tests/cuda/c/test_cuda.c`, then by training on the simulated driver."""
 PTX_TEXT = """One instruction made another: conditions, arithmetic, rounding, addresses, stores, jumps, constants. Copies
-between registers, exact conversions and loads of parameters are left as they are. Tried with `tests/kernel_rows.py`. The
+between registers, exact conversions and loads of parameters are left as they are. Tried with `tests/kit/kernel_rows.py`. The
 image holds a text for each architecture; those named together differ in nothing but the name: {texts}. {chosen}."""
 
 

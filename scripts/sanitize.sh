@@ -63,5 +63,5 @@ loaded=$("$python" -c 'import ddp_mp._C as extension; print(extension.__file__)'
 }
 # The C programs build themselves, with their own sanitizers; the simulator's own tests are about the simulator; the
 # benchmarks measure nothing here.
-exec "$python" -m pytest -p no:cacheprovider --timeout=1200 --ignore=tests/test_c_programs.py --ignore=tests/simcuda \
-    --ignore=tests/test_benchmarks.py -m "not slow" "$@" tests
+exec "$python" -m pytest -p no:cacheprovider --timeout=1200 --ignore=tests/unit/test_c_programs.py --ignore=tests/simulator \
+    --ignore=tests/shipping/test_benchmarks.py -m "not long" "$@" tests

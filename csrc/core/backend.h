@@ -35,14 +35,12 @@ typedef struct mp_error {
 
 typedef struct mp_device mp_device; /* one device of one backend; never freed once opened */
 typedef struct mp_event mp_event;   /* a pooled event of a device */
-typedef struct mp_table mp_table;   /* a prepared list of rows (a descriptor table) */
 
 /* Counters since the device was opened.  Monotonic; read without a lock, so a snapshot may be torn between fields. */
 typedef struct mp_counters {
-    uint64_t launches;      /* multi-tensor operations run or enqueued */
+    uint64_t launches;      /* runs (host) or kernels (CUDA) of rows, done or enqueued */
     uint64_t events;        /* event records */
     uint64_t waits;         /* waits asked of a caller's stream (host: that had to block) */
-    uint64_t uploads;       /* descriptor tables sent to the device (host: 0) */
     uint64_t bytes_read;    /* bytes that launched rows read */
     uint64_t bytes_written; /* bytes that launched rows write */
 } mp_counters;
@@ -60,22 +58,14 @@ typedef struct mp_backend {
     /* Orders everything enqueued later on the private stream after all work now on the caller's stream. */
     mp_status (*order_after)(mp_device *device, void *caller_stream, mp_error *err);
 
-    /* Creates an empty table (owned by the caller until table_free). */
-    mp_status (*table_new)(mp_device *device, mp_table **out, mp_error *err);
-
-    /* Replaces the table's rows by a copy of `rows`.  Unchanged rows (same bytes) cost nothing further: a CUDA table is
-     * sent to the device by the next launch only when they changed.  Memory that the previous contents used is
-     * kept until the device is done with it. */
-    mp_status (*table_set)(mp_table *table, const mp_row *rows, size_t count, mp_error *err);
-
-    /* Frees the table once the device is done with it; never blocks.  NULL is ignored. */
-    void (*table_free)(mp_table *table);
-
-    /* Runs the table's rows once with `divisor` on the private stream. */
-    mp_status (*launch)(mp_table *table, double divisor, mp_error *err);
+    /* Runs `count` rows once with `divisor` on the private stream.  The rows are borrowed for the duration of the call;
+     * the memory that they point to is in use until the run is complete.  A list without elements is legal.  After an
+     * error some of the rows may have been enqueued. */
+    mp_status (*launch)(mp_device *device, const mp_row *rows, size_t count, double divisor, mp_error *err);
 
     /* The same on the caller's stream.  Host: done when it returns.  BLOCKS on the host. */
-    mp_status (*launch_on)(mp_table *table, double divisor, void *caller_stream, mp_error *err);
+    mp_status (*launch_on)(mp_device *device, const mp_row *rows, size_t count, double divisor, void *caller_stream,
+                           mp_error *err);
 
     /* Takes an event from the pool and gives it back.  event_put(NULL) is ignored. */
     mp_status (*event_get)(mp_device *device, mp_event **out, mp_error *err);

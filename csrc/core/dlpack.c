@@ -148,15 +148,3 @@ mp_dlpack_read(const dl_tensor *tensor, int whole, mp_view *out)
     }
     return reason;
 }
-
-const char *
-mp_dlpack_read_versioned(const dl_managed_versioned *managed, int whole, mp_view *out)
-{
-    if (managed->version.major != DL_MAJOR) {
-        return "it is described in a DLPack version that is not supported";
-    }
-    if (managed->flags & DL_FLAG_COPIED) {
-        return "its library exports a copy, not its memory";
-    }
-    return mp_dlpack_read(&managed->tensor, whole, out);
-}

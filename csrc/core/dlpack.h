@@ -9,7 +9,4 @@
  * untouched: that is the hot path.  NULL, or why the tensor is refused, a static text; *out then holds anything. */
 const char *mp_dlpack_read(const dl_tensor *tensor, int whole, mp_view *out);
 
-/* The same with what a managed description says beside: its version, and whether it is of a copy. */
-const char *mp_dlpack_read_versioned(const dl_managed_versioned *managed, int whole, mp_view *out);
-
 #endif

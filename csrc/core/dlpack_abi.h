@@ -10,22 +10,14 @@
 
 #define DL_MAJOR 1
 
-/* Names of capsules.  A consumer renames a capsule before it touches what is inside, so that nobody consumes it twice. */
+/* The name of the capsule that holds an exchange table. */
 #define DL_CAPSULE_EXCHANGE "dlpack_exchange_api"
-#define DL_CAPSULE "dltensor"
-#define DL_CAPSULE_USED "used_dltensor"
-#define DL_CAPSULE_VERSIONED "dltensor_versioned"
-#define DL_CAPSULE_VERSIONED_USED "used_dltensor_versioned"
 
 /* DLDeviceType */
 enum { DL_CPU = 1, DL_CUDA = 2, DL_CUDA_HOST = 3 };
 
 /* DLDataTypeCode */
 enum { DL_INT = 0, DL_UINT = 1, DL_FLOAT = 2, DL_BFLOAT = 4, DL_COMPLEX = 5, DL_BOOL = 6 };
-
-/* Bits of dl_managed_versioned.flags */
-#define DL_FLAG_READ_ONLY (UINT64_C(1) << 0) /* not asked: sources may be, and what we write is PyTorch's own memory */
-#define DL_FLAG_COPIED (UINT64_C(1) << 1)
 
 typedef struct dl_version {
     uint32_t major;
@@ -53,21 +45,8 @@ typedef struct dl_tensor {
     uint64_t byte_offset;
 } dl_tensor;
 
-/* Inside a "dltensor" capsule. */
-typedef struct dl_managed {
-    dl_tensor tensor;
-    void *context;
-    void (*deleter)(struct dl_managed *self); /* may be NULL */
-} dl_managed;
-
-/* Inside a "dltensor_versioned" capsule.  With another major version nothing but the deleter may be used. */
-typedef struct dl_managed_versioned {
-    dl_version version;
-    void *context;
-    void (*deleter)(struct dl_managed_versioned *self); /* may be NULL */
-    uint64_t flags;
-    dl_tensor tensor;
-} dl_managed_versioned;
+/* Tensors that own what they describe; we take none. */
+typedef struct dl_managed_versioned dl_managed_versioned;
 
 typedef struct dl_exchange_header {
     dl_version version;
@@ -82,7 +61,7 @@ typedef struct dl_exchange {
                     void (*set_error)(void *context, const char *kind, const char *message));
     int (*managed_from_object)(void *object, dl_managed_versioned **out);
     int (*managed_to_object)(dl_managed_versioned *tensor, void **object);
-    int (*tensor_from_object)(void *object, dl_tensor *out); /* may be NULL; shape and strides are borrowed */
+    int (*tensor_from_object)(void *object, dl_tensor *out); /* shape and strides are borrowed */
     int (*current_stream)(int32_t device_type, int32_t device_index, void **out);
 } dl_exchange;
 

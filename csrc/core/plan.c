@@ -118,20 +118,6 @@ mp_plan_fini(mp_plan *plan)
     free(rows);
 }
 
-/* Every step is a bijection of the hash for a given pointer and of the pointer for a given hash: one address that moved
- * always changes the result, and only several at once can cancel out, by a chance of 2^-64. */
-uint64_t
-mp_plan_fingerprint(const void *const *pointers, size_t count)
-{
-    uint64_t hash = UINT64_C(0x9e3779b97f4a7c15) ^ count;
-    for (size_t i = 0; i < count; i++) {
-        hash = (hash ^ (uintptr_t)pointers[i]) * UINT64_C(0xbf58476d1ce4e5b9);
-        hash ^= hash >> 32;
-    }
-    hash *= UINT64_C(0x94d049bb133111eb);
-    return hash ^ hash >> 29;
-}
-
 #ifndef NDEBUG
 
 static void

@@ -47,9 +47,6 @@ mp_plan_status mp_plan_init(mp_plan *plan, const int64_t *numels, size_t count, 
                             int64_t first_bucket_bytes, int64_t bucket_bytes);
 void mp_plan_fini(mp_plan *plan);
 
-/* Order-sensitive 64-bit fingerprint of pointers; used to tell whether any address moved. */
-uint64_t mp_plan_fingerprint(const void *const *pointers, size_t count);
-
 /* Debug builds: aborts with a message when an invariant does not hold.  Release builds: nothing. */
 void mp_plan_check(const mp_plan *plan);
 

@@ -12,6 +12,7 @@
 #ifndef DDP_MP_ROW_H
 #define DDP_MP_ROW_H
 
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -26,6 +27,28 @@ typedef struct mp_row {
     mp_dtype add_dtype;
     mp_dtype dst_dtype;
 } mp_row;
+
+/* Elements of one row, far beyond any memory: sums of the bytes of rows stay in range. */
+#define MP_ROW_NUMEL_MAX (INT64_MAX / 64)
+
+/* Why no backend takes the row, or NULL. */
+const char *mp_row_fault(const mp_row *row);
+
+/* Bytes that are read for one element. */
+static inline size_t
+mp_row_read_size(const mp_row *row)
+{
+    return (row->src != NULL ? mp_dtype_size(row->src_dtype) : 0) +
+           (row->add != NULL ? mp_dtype_size(row->add_dtype) : 0);
+}
+
+/* Adds what one run of a valid row reads and writes, in bytes. */
+static inline void
+mp_row_count_bytes(const mp_row *row, uint64_t *read, uint64_t *written)
+{
+    *read += (uint64_t)row->numel * mp_row_read_size(row);
+    *written += (uint64_t)row->numel * mp_dtype_size(row->dst_dtype);
+}
 
 /* Whether multiplying by 1 / divisor gives the same bits as dividing: the divisor is a power of two, as world sizes mostly
  * are, so that the reciprocal is exact and product and quotient are the same real number before rounding, subnormal

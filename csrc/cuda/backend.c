@@ -1,4 +1,4 @@
-/* The CUDA backend: devices, streams and events.  Tables are in cuda/table.c.
+/* The CUDA backend: devices, streams and events.  Launches are in cuda/launch.c.
  *
  * Streams are the callers' raw handles, NULL the legacy default stream; nothing here assumes which one is current.  The
  * primary context is pushed for the time of every call, so that whatever the caller had current stays so.
@@ -8,197 +8,35 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "core/backend.h"
 #include "cuda/device.h"
-#include "cuda/embedded.h"
 #include "cuda/image.h"
-#include "cuda/slot.h"
-#include "cuda/table.h"
+#include "cuda/launch.h"
 
 #define MAX_DEVICES 64
 #define OLDEST_CAPABILITY 75
 
 static mp_device *_Atomic devices[MAX_DEVICES]; /* never freed */
-static atomic_int driver_version;
-
-/* The process that called cuInit, 0 before that.  The driver does not survive a fork: some of its calls hang there. */
-static atomic_int owner;
-
 static pthread_mutex_t open_lock = PTHREAD_MUTEX_INITIALIZER; /* one open at a time; before any device's lock */
 
 /* Guards `last`, which the last open wrote. */
 static pthread_mutex_t status_lock = PTHREAD_MUTEX_INITIALIZER;
 static char last[256];
 
-/* ---- Calls and errors ---- */
-
-mp_status
-mp_cuda_fail(const mp_cuda_api *api, const char *call, cu_result code, int index, mp_error *err)
-{
-    const char *name = NULL, *text = NULL;
-    if (api->cuGetErrorName(code, &name) != CU_OK || name == NULL) {
-        name = "unknown error";
-    }
-    if (api->cuGetErrorString(code, &text) != CU_OK || text == NULL) {
-        text = "the driver has no text for it";
-    }
-    return mp_error_set(err, MP_ERR_DEVICE, "%s failed: %s (%d): %s, device %d", call, name, code, text, index);
-}
-
-static mp_status
-fail_forked(mp_error *err)
-{
-    return mp_error_set(err, MP_ERR_FORKED,
-                        "CUDA was initialised before this process was forked and cannot be used in it: start worker "
-                        "processes with the \"spawn\" or \"forkserver\" method");
-}
-
-mp_status
-mp_cuda_check_fork(mp_error *err)
-{
-    const int initialised = atomic_load_explicit(&owner, memory_order_relaxed);
-    return initialised == 0 || initialised == (int)getpid() ? MP_OK : fail_forked(err);
-}
-
-mp_status
-mp_cuda_enter(mp_device *device, mp_error *err)
-{
-    const mp_status status = mp_cuda_check_fork(err);
-    return status != MP_OK ? status : MP_CUDA(device, err, cuCtxPushCurrent, device->context);
-}
-
-mp_status
-mp_cuda_leave(mp_device *device, mp_status status, mp_error *err)
-{
-    cu_context popped;
-    const cu_result code = device->api->cuCtxPopCurrent(&popped);
-    return status != MP_OK ? status : mp_cuda_check(device->api, "cuCtxPopCurrent", code, device->index, err);
-}
-
-mp_status
-mp_cuda_relax(mp_device *device, int *mode, mp_error *err)
-{
-    *mode = CU_CAPTURE_RELAXED;
-    return device->api->cuThreadExchangeStreamCaptureMode == NULL
-               ? MP_OK
-               : MP_CUDA(device, err, cuThreadExchangeStreamCaptureMode, mode);
-}
-
-mp_status
-mp_cuda_restore(mp_device *device, int mode, mp_status status, mp_error *err)
-{
-    if (device->api->cuThreadExchangeStreamCaptureMode == NULL) {
-        return status;
-    }
-    const cu_result code = device->api->cuThreadExchangeStreamCaptureMode(&mode);
-    const char *call = "cuThreadExchangeStreamCaptureMode";
-    return status != MP_OK ? status : mp_cuda_check(device->api, call, code, device->index, err);
-}
-
-mp_status
-mp_cuda_capturing(mp_device *device, cu_stream stream, int *capturing, mp_error *err)
-{
-    int state = CU_CAPTURE_NONE;
-    mp_status status = MP_OK;
-    if (device->api->cuStreamIsCapturing != NULL) {
-        status = MP_CUDA(device, err, cuStreamIsCapturing, stream, &state);
-    }
-    *capturing = state != CU_CAPTURE_NONE;
-    return status;
-}
-
 /* ---- Opening ---- */
-
-/* Initialises the driver once a process. */
-static mp_status
-initialise(const mp_cuda_api *api, int index, mp_error *err)
-{
-    const int self = (int)getpid();
-    if (atomic_load(&owner) == self) {
-        return MP_OK;
-    }
-    atomic_store(&owner, self); /* before the call: a fork in the middle of it must be told apart too */
-    int version = 0;
-    const char *call = "cuInit";
-    cu_result code = api->cuInit(0);
-    if (code == CU_OK) {
-        call = "cuDriverGetVersion";
-        code = api->cuDriverGetVersion(&version);
-    }
-    if (code == CU_OK) {
-        atomic_store(&driver_version, version);
-        return MP_OK;
-    }
-    atomic_store(&owner, 0);
-    if (code == CU_NOT_INITIALIZED) {
-        return fail_forked(err); /* another library had initialised the driver in the parent */
-    }
-    (void)mp_cuda_fail(api, call, code, index, err);
-    if (code == CU_NO_DEVICE || code == CU_STUB_LIBRARY) {
-        err->status = MP_ERR_UNAVAILABLE;
-    }
-    return err->status;
-}
-
-/* Bytes of loads that keep a multiprocessor's memory busy, in KiB, by architecture: the figures of NVIDIA's CUB. */
-static int
-wanted_in_flight(int capability)
-{
-    return capability >= 100 ? 64 : capability >= 90 ? 48 : 16;
-}
-
-/* The grid of a persistent launch.  A block of the kernel loads 16 KiB at a time at best; twice the blocks that needs
- * make up for rows of 16-bit sources and short ones, and leave room on older devices for what computes meanwhile.  Not
- * measured. */
-static mp_status
-choose_grid(mp_device *device, cu_device handle, int capability, mp_error *err)
-{
-    int multiprocessors = 0, resident = 0;
-    mp_status status =
-        MP_CUDA(device, err, cuDeviceGetAttribute, &multiprocessors, CU_ATTRIBUTE_SM_COUNT, handle);
-    if (status == MP_OK) {
-        status = MP_CUDA(device, err, cuOccupancyMaxActiveBlocksPerMultiprocessor, &resident, device->kernel,
-                         MP_CUDA_BLOCK_THREADS, 0);
-    }
-    if (status != MP_OK) {
-        return status;
-    }
-    const int wanted = 2 * wanted_in_flight(capability) / 16;
-    const int blocks = resident < wanted ? resident : wanted;
-    if (multiprocessors < 1 || blocks < 1) {
-        return mp_error_set(err, MP_ERR_DEVICE, "the kernel does not fit device %d", device->index);
-    }
-    device->grid = (unsigned)multiprocessors * (unsigned)blocks;
-    return MP_OK;
-}
-
-static mp_status
-create_stream(mp_device *device, mp_error *err)
-{
-    int least, greatest;
-    const mp_status status = MP_CUDA(device, err, cuCtxGetStreamPriorityRange, &least, &greatest);
-    if (status != MP_OK) {
-        return status;
-    }
-    return MP_CUDA(device, err, cuStreamCreateWithPriority, &device->stream, CU_STREAM_IS_NON_BLOCKING, greatest);
-}
 
 /* With the context current.  What it made is undone by tear_down. */
 static mp_status
 set_up_lock_held(mp_device *device, cu_device handle, int capability, mp_error *err)
 {
-    mp_status status = create_stream(device, err);
+    mp_status status = MP_CUDA(device, err, cuStreamCreateWithPriority, &device->stream, CU_STREAM_IS_NON_BLOCKING,
+                               MP_CUDA_STREAM_PRIORITY);
     if (status == MP_OK) {
         status = mp_cuda_module_load(device->api, device->index, capability, &device->module, &device->kernel,
                                      device->note, sizeof device->note, err);
     }
-    if (status == MP_OK) {
-        status = choose_grid(device, handle, capability, err);
-    }
-    /* Last: it cannot be undone while the device may be in use. */
-    return status != MP_OK ? status : mp_slot_reserve(device, err);
+    return status != MP_OK ? status : mp_cuda_choose_grid(device, handle, capability, err);
 }
 
 /* After a failure, which is the one to tell. */
@@ -206,8 +44,7 @@ static void
 tear_down(mp_device *device, cu_device handle)
 {
     cu_context popped;
-    const int entered = device->api->cuCtxPushCurrent(device->context) == CU_OK; /* memory is freed in its context */
-    mp_slot_unreserve(device);
+    const int entered = device->api->cuCtxPushCurrent(device->context) == CU_OK;
     if (device->module != NULL) {
         (void)device->api->cuModuleUnload(device->module);
     }
@@ -251,7 +88,7 @@ open_device_lock_held(mp_device *device, mp_error *err)
 {
     cu_device handle = 0;
     int capability = 0;
-    mp_status status = initialise(device->api, device->index, err);
+    mp_status status = mp_cuda_initialise(device->api, device->index, err);
     if (status == MP_OK) {
         status = find_device(device, &handle, &capability, err);
     }
@@ -344,7 +181,7 @@ cuda_open(int index, mp_device **out, mp_error *err)
 void
 mp_cuda_status(char *text, size_t size)
 {
-    const int version = atomic_load(&driver_version);
+    const int version = mp_cuda_driver_version();
     int length = 0, open = 0;
     if (size > 0) {
         text[0] = '\0';
@@ -368,12 +205,6 @@ mp_cuda_status(char *text, size_t size)
         snprintf(text + length, size - (size_t)length, "%s", version ? "no device open" : "not used yet");
     }
     pthread_mutex_unlock(&status_lock);
-}
-
-int
-mp_cuda_driver_version(void)
-{
-    return atomic_load(&driver_version);
 }
 
 /* ---- Streams ---- */
@@ -578,7 +409,6 @@ cuda_counters(mp_device *device, mp_counters *out)
     out->launches = atomic_load_explicit(&device->launches, memory_order_relaxed);
     out->events = atomic_load_explicit(&device->records, memory_order_relaxed);
     out->waits = atomic_load_explicit(&device->waits, memory_order_relaxed);
-    out->uploads = atomic_load_explicit(&device->uploads, memory_order_relaxed);
     out->bytes_read = atomic_load_explicit(&device->bytes_read, memory_order_relaxed);
     out->bytes_written = atomic_load_explicit(&device->bytes_written, memory_order_relaxed);
 }
@@ -588,9 +418,6 @@ const mp_backend mp_backend_cuda = {
     .open = cuda_open,
     .native_stream = cuda_native_stream,
     .order_after = cuda_order_after,
-    .table_new = mp_cuda_table_new,
-    .table_set = mp_cuda_table_set,
-    .table_free = mp_cuda_table_free,
     .launch = mp_cuda_launch,
     .launch_on = mp_cuda_launch_on,
     .event_get = cuda_event_get,

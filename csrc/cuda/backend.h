@@ -10,7 +10,4 @@
  * opens nothing: before the first open it says so.  Always NUL-terminated. */
 void mp_cuda_status(char *text, size_t size);
 
-/* Version of the driver's API as the driver gives it (13000 is 13.0); 0 before the first successful open. */
-int mp_cuda_driver_version(void);
-
 #endif

@@ -8,23 +8,12 @@
 #include "core/backend.h"
 #include "cuda/driver.h"
 
-#define MP_CUDA_BLOCK_THREADS 256 /* what cuda/cast.cu is compiled for */
-
-struct mp_slot;
-
 struct mp_event {
     mp_device *device;
     cu_event handle;
     atomic_int recorded; /* since it was taken from the pool */
     mp_event *next;      /* in the pool */
 };
-
-/* The rest of a piece of pinned memory, and of its twin on the device. */
-typedef struct mp_slab {
-    unsigned char *staging;
-    cu_deviceptr memory;
-    size_t left;
-} mp_slab;
 
 struct mp_device {
     int index;
@@ -33,21 +22,24 @@ struct mp_device {
     cu_stream stream;   /* private; never destroyed, since PyTorch's allocator may name it to the end */
     cu_module module;
     cu_function kernel;
-    unsigned grid; /* blocks of a persistent launch */
-    char note[96]; /* which image the kernel is from */
+    unsigned grid;         /* blocks of a persistent launch on a caller's stream */
+    unsigned private_grid; /* ... and on the private stream */
+    char note[96];         /* which image the kernel is from */
 
-    /* Guards what follows, the counters apart.  Lock order: a table's, then this one.  Driver calls are made under it
-     * only when a descriptor table is sent. */
-    pthread_mutex_t lock;
-    mp_event *events;           /* the pool */
-    struct mp_slot *slots;      /* given back, oldest first; see cuda/slot.h */
-    struct mp_slot *slots_last;
-    struct mp_slot *slots_kept; /* given back and never to be used again */
-    mp_slab slab;               /* what slots are cut from */
-    mp_slab reserve;
+    pthread_mutex_t lock; /* guards the pool; no driver call is made under it */
+    mp_event *events;     /* the pool */
 
-    _Atomic uint64_t launches, records, waits, uploads, bytes_read, bytes_written;
+    _Atomic uint64_t launches, records, waits, bytes_read, bytes_written;
 };
+
+/* Initialises the driver, once a process.  `index` is the device that an error names. */
+mp_status mp_cuda_initialise(const mp_cuda_api *api, int index, mp_error *err);
+
+/* Version of the driver's API as the driver gives it (13000 is 13.0); 0 before the first successful open. */
+int mp_cuda_driver_version(void);
+
+/* MP_OK unless this process was forked from one that had initialised CUDA.  Makes no driver call. */
+mp_status mp_cuda_check_fork(mp_error *err);
 
 /* Makes the device's context current on this thread.  A success is paired with one mp_cuda_leave.  Fails in a process
  * that was forked after CUDA was initialised. */
@@ -55,9 +47,6 @@ mp_status mp_cuda_enter(mp_device *device, mp_error *err);
 
 /* Restores the context that was current.  Returns `status` unless that was a success and this fails. */
 mp_status mp_cuda_leave(mp_device *device, mp_status status, mp_error *err);
-
-/* MP_OK unless this process was forked from one that had initialised CUDA.  Makes no driver call. */
-mp_status mp_cuda_check_fork(mp_error *err);
 
 /* Writes "cuLaunchKernel failed: CUDA_ERROR_ILLEGAL_ADDRESS (700): an illegal ..., device 0". */
 mp_status mp_cuda_fail(const mp_cuda_api *api, const char *call, cu_result code, int index, mp_error *err);
@@ -71,13 +60,5 @@ mp_cuda_check(const mp_cuda_api *api, const char *call, cu_result code, int inde
 /* MP_CUDA(device, err, cuEventRecord, event, stream): calls, checks, and is an mp_status. */
 #define MP_CUDA(device, err, call, ...)                                                                               \
     mp_cuda_check((device)->api, #call, (device)->api->call(__VA_ARGS__), (device)->index, err)
-
-/* Lets this thread allocate and ask for events although some other stream is being captured; *mode is what to restore.
- * What is done meanwhile has nothing to do with that capture, which the driver cannot know. */
-mp_status mp_cuda_relax(mp_device *device, int *mode, mp_error *err);
-mp_status mp_cuda_restore(mp_device *device, int mode, mp_status status, mp_error *err);
-
-/* Whether the stream is being captured into a graph; 0 where the driver cannot say. */
-mp_status mp_cuda_capturing(mp_device *device, cu_stream stream, int *capturing, mp_error *err);
 
 #endif

@@ -70,12 +70,11 @@ open_library(void)
 static void
 resolve_all(const resolver *from)
 {
-    enum { REQUIRED = 1, OPTIONAL = 0 };
-#define MP_CUDA_RESOLVE(need, name, version, exported, parameters)                                                    \
+#define MP_CUDA_RESOLVE(name, version, exported, parameters)                                                          \
     {                                                                                                                 \
         void *address = find(from, #name, version, exported);                                                         \
         assign(&api.name, address);                                                                                   \
-        if (address == NULL && need == REQUIRED && failure[0] == '\0') {                                              \
+        if (address == NULL && failure[0] == '\0') {                                                                  \
             snprintf(failure, sizeof failure, "the CUDA driver is too old: it has no %s (CUDA %d.%d)", #name,         \
                      version / 1000, version % 1000 / 10);                                                            \
         }                                                                                                             \

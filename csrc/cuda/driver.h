@@ -29,65 +29,53 @@ enum {
 
     CU_EVENT_NO_TIMING = 2,
     CU_STREAM_IS_NON_BLOCKING = 1,
-    CU_CAPTURE_NONE = 0,
-    CU_CAPTURE_RELAXED = 2,
 
     CU_ATTRIBUTE_SM_COUNT = 16,
     CU_ATTRIBUTE_CC_MAJOR = 75,
     CU_ATTRIBUTE_CC_MINOR = 76,
 };
 
-/* Every entry point: need (REQUIRED or OPTIONAL), name, the CUDA version whose ABI we declare (what cuGetProcAddress is
- * asked for), the exported name of that ABI (for drivers older than cuGetProcAddress), and the parameters. */
+/* Every entry point: its name, the CUDA version whose ABI we declare (what cuGetProcAddress is asked for), the exported
+ * name of that ABI (for drivers older than cuGetProcAddress), and the parameters. */
 #define MP_CUDA_SYMBOLS(X)                                                                                            \
-    X(REQUIRED, cuInit, 2000, "cuInit", (unsigned flags))                                                             \
-    X(REQUIRED, cuDriverGetVersion, 2020, "cuDriverGetVersion", (int *version))                                       \
-    X(REQUIRED, cuGetErrorName, 6000, "cuGetErrorName", (cu_result code, const char **text))                          \
-    X(REQUIRED, cuGetErrorString, 6000, "cuGetErrorString", (cu_result code, const char **text))                      \
-    X(REQUIRED, cuDeviceGetCount, 2000, "cuDeviceGetCount", (int *count))                                             \
-    X(REQUIRED, cuDeviceGet, 2000, "cuDeviceGet", (cu_device *device, int index))                                     \
-    X(REQUIRED, cuDeviceGetAttribute, 2000, "cuDeviceGetAttribute", (int *value, int attribute, cu_device device))    \
-    X(REQUIRED, cuDevicePrimaryCtxRetain, 7000, "cuDevicePrimaryCtxRetain", (cu_context *context, cu_device device))  \
-    X(REQUIRED, cuDevicePrimaryCtxRelease, 11000, "cuDevicePrimaryCtxRelease_v2", (cu_device device))                 \
-    X(REQUIRED, cuCtxPushCurrent, 4000, "cuCtxPushCurrent_v2", (cu_context context))                                  \
-    X(REQUIRED, cuCtxPopCurrent, 4000, "cuCtxPopCurrent_v2", (cu_context *context))                                   \
-    X(REQUIRED, cuCtxGetStreamPriorityRange, 5050, "cuCtxGetStreamPriorityRange", (int *least, int *greatest))        \
-    X(REQUIRED, cuStreamCreateWithPriority, 5050, "cuStreamCreateWithPriority",                                       \
+    X(cuInit, 2000, "cuInit", (unsigned flags))                                                                       \
+    X(cuDriverGetVersion, 2020, "cuDriverGetVersion", (int *version))                                                 \
+    X(cuGetErrorName, 6000, "cuGetErrorName", (cu_result code, const char **text))                                    \
+    X(cuGetErrorString, 6000, "cuGetErrorString", (cu_result code, const char **text))                                \
+    X(cuDeviceGetCount, 2000, "cuDeviceGetCount", (int *count))                                                       \
+    X(cuDeviceGet, 2000, "cuDeviceGet", (cu_device *device, int index))                                               \
+    X(cuDeviceGetAttribute, 2000, "cuDeviceGetAttribute", (int *value, int attribute, cu_device device))              \
+    X(cuDevicePrimaryCtxRetain, 7000, "cuDevicePrimaryCtxRetain", (cu_context *context, cu_device device))            \
+    X(cuDevicePrimaryCtxRelease, 11000, "cuDevicePrimaryCtxRelease_v2", (cu_device device))                           \
+    X(cuCtxPushCurrent, 4000, "cuCtxPushCurrent_v2", (cu_context context))                                            \
+    X(cuCtxPopCurrent, 4000, "cuCtxPopCurrent_v2", (cu_context *context))                                             \
+    X(cuStreamCreateWithPriority, 5050, "cuStreamCreateWithPriority",                                                 \
       (cu_stream *stream, unsigned flags, int priority))                                                              \
-    X(REQUIRED, cuStreamDestroy, 4000, "cuStreamDestroy_v2", (cu_stream stream))                                      \
-    X(REQUIRED, cuStreamSynchronize, 2000, "cuStreamSynchronize", (cu_stream stream))                                 \
-    X(REQUIRED, cuStreamWaitEvent, 3020, "cuStreamWaitEvent", (cu_stream stream, cu_event event, unsigned flags))     \
-    X(OPTIONAL, cuStreamIsCapturing, 10000, "cuStreamIsCapturing", (cu_stream stream, int *status))                   \
-    X(OPTIONAL, cuThreadExchangeStreamCaptureMode, 10010, "cuThreadExchangeStreamCaptureMode", (int *mode))           \
-    X(REQUIRED, cuEventCreate, 2000, "cuEventCreate", (cu_event *event, unsigned flags))                              \
-    X(REQUIRED, cuEventDestroy, 4000, "cuEventDestroy_v2", (cu_event event))                                          \
-    X(REQUIRED, cuEventRecord, 2000, "cuEventRecord", (cu_event event, cu_stream stream))                             \
-    X(REQUIRED, cuEventQuery, 2000, "cuEventQuery", (cu_event event))                                                 \
-    X(REQUIRED, cuEventSynchronize, 2000, "cuEventSynchronize", (cu_event event))                                     \
-    X(REQUIRED, cuMemAlloc, 3020, "cuMemAlloc_v2", (cu_deviceptr *memory, size_t bytes))                              \
-    X(REQUIRED, cuMemFree, 3020, "cuMemFree_v2", (cu_deviceptr memory))                                               \
-    X(REQUIRED, cuMemHostAlloc, 2020, "cuMemHostAlloc", (void **memory, size_t bytes, unsigned flags))                \
-    X(REQUIRED, cuMemFreeHost, 2000, "cuMemFreeHost", (void *memory))                                                 \
-    X(REQUIRED, cuMemcpyHtoDAsync, 3020, "cuMemcpyHtoDAsync_v2",                                                      \
-      (cu_deviceptr target, const void *source, size_t bytes, cu_stream stream))                                      \
-    X(REQUIRED, cuModuleLoadData, 2000, "cuModuleLoadData", (cu_module *module, const void *image))                   \
-    X(REQUIRED, cuModuleUnload, 2000, "cuModuleUnload", (cu_module module))                                           \
-    X(REQUIRED, cuModuleGetFunction, 2000, "cuModuleGetFunction",                                                     \
+    X(cuStreamDestroy, 4000, "cuStreamDestroy_v2", (cu_stream stream))                                                \
+    X(cuStreamSynchronize, 2000, "cuStreamSynchronize", (cu_stream stream))                                           \
+    X(cuStreamWaitEvent, 3020, "cuStreamWaitEvent", (cu_stream stream, cu_event event, unsigned flags))               \
+    X(cuEventCreate, 2000, "cuEventCreate", (cu_event *event, unsigned flags))                                        \
+    X(cuEventDestroy, 4000, "cuEventDestroy_v2", (cu_event event))                                                    \
+    X(cuEventRecord, 2000, "cuEventRecord", (cu_event event, cu_stream stream))                                       \
+    X(cuEventQuery, 2000, "cuEventQuery", (cu_event event))                                                           \
+    X(cuEventSynchronize, 2000, "cuEventSynchronize", (cu_event event))                                               \
+    X(cuModuleLoadData, 2000, "cuModuleLoadData", (cu_module *module, const void *image))                             \
+    X(cuModuleUnload, 2000, "cuModuleUnload", (cu_module module))                                                     \
+    X(cuModuleGetFunction, 2000, "cuModuleGetFunction",                                                               \
       (cu_function *function, cu_module module, const char *name))                                                    \
-    X(REQUIRED, cuOccupancyMaxActiveBlocksPerMultiprocessor, 6050, "cuOccupancyMaxActiveBlocksPerMultiprocessor",     \
+    X(cuOccupancyMaxActiveBlocksPerMultiprocessor, 6050, "cuOccupancyMaxActiveBlocksPerMultiprocessor",               \
       (int *blocks, cu_function function, int block_size, size_t dynamic_shared))                                     \
-    X(REQUIRED, cuLaunchKernel, 4000, "cuLaunchKernel",                                                               \
+    X(cuLaunchKernel, 4000, "cuLaunchKernel",                                                                         \
       (cu_function function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,   \
        unsigned block_z, unsigned shared, cu_stream stream, void **parameters, void **extra))
 
 typedef struct mp_cuda_api {
-#define MP_CUDA_FIELD(need, name, version, exported, parameters) cu_result(*name) parameters;
+#define MP_CUDA_FIELD(name, version, exported, parameters) cu_result(*name) parameters;
     MP_CUDA_SYMBOLS(MP_CUDA_FIELD)
 #undef MP_CUDA_FIELD
 } mp_cuda_api;
 
-/* The table, or NULL when there is no usable driver; then *why says why.  Both live as long as the process.  Optional
- * entries may be NULL. */
+/* The table, or NULL when there is no usable driver; then *why says why.  Both live as long as the process. */
 const mp_cuda_api *mp_cuda_load(const char **why);
 
 /* 1 when the driver library in this process is the simulated one of the tests: it exports sim_reset, which a real

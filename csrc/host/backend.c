@@ -11,7 +11,7 @@
 #include <stdlib.h>
 
 #include "core/backend.h"
-#include "host/rows.h"
+#include "host/run.h"
 #include "host/stream.h"
 
 /* Of traffic, read and written.  A caller who waits at once, as the root hook does, gains nothing from the worker at any
@@ -30,12 +30,8 @@ struct mp_event {
     _Atomic uint64_t number; /* 0: never recorded */
 };
 
-struct mp_table {
-    mp_host_rows *rows; /* guarded by the device's lock; NULL: none */
-};
-
 struct mp_device {
-    pthread_mutex_t lock; /* the pool and the tables' rows; order of locks: host/stream.c */
+    pthread_mutex_t lock; /* guards the pool; order of locks: host/stream.c */
     mp_event *pool;
     mp_host_stream stream;
     pthread_once_t once;
@@ -169,61 +165,7 @@ host_counters(mp_device *device, mp_counters *out)
     };
 }
 
-/* --- tables and launches --- */
-
-static mp_status
-host_table_new(mp_device *device, mp_table **out, mp_error *err)
-{
-    (void)device;
-    RETURN_IF_FAILS("table_new", err);
-    mp_table *table = calloc(1, sizeof(*table));
-    if (table == NULL) {
-        return mp_error_set(err, MP_ERR_MEMORY, "host table_new: no memory");
-    }
-    *out = table;
-    return MP_OK;
-}
-
-static mp_host_rows *
-rows_of(mp_table *table)
-{
-    pthread_mutex_lock(&host.lock);
-    mp_host_rows *rows = mp_host_rows_ref(table->rows);
-    pthread_mutex_unlock(&host.lock);
-    return rows;
-}
-
-/* Launches that are pending keep the rows that they were made with. */
-static mp_status
-host_table_set(mp_table *table, const mp_row *rows, size_t row_count, mp_error *err)
-{
-    RETURN_IF_FAILS("table_set", err);
-    mp_host_rows *old = rows_of(table);
-    int same = mp_host_rows_equal(old, rows, row_count);
-    mp_host_rows_unref(old);
-    if (same) {
-        return MP_OK;
-    }
-    mp_host_rows *copy;
-    if (mp_host_rows_new(rows, row_count, &copy, err) != MP_OK) {
-        return err->status;
-    }
-    pthread_mutex_lock(&host.lock);
-    old = table->rows;
-    table->rows = copy;
-    pthread_mutex_unlock(&host.lock);
-    mp_host_rows_unref(old);
-    return MP_OK;
-}
-
-static void
-host_table_free(mp_table *table)
-{
-    if (table != NULL) {
-        mp_host_rows_unref(table->rows);
-        free(table);
-    }
-}
+/* --- launches --- */
 
 /* The fastest instruction set unless one was asked for, which a thread that chooses meanwhile must not undo. */
 static const mp_cast_isa *
@@ -237,15 +179,22 @@ chosen_isa(void)
     return isa;
 }
 
-/* Fixes everything about a run now, with a reference to the rows, and counts it. */
-static mp_host_run
-make_run(mp_table *table, double divisor)
+/* Checks the rows and fixes everything about a run of them. */
+static mp_status
+make_run(const mp_row *rows, size_t row_count, double divisor, mp_host_run *run, uint64_t *read, uint64_t *written,
+         mp_error *err)
 {
-    mp_host_run run = {.rows = rows_of(table), .isa = chosen_isa(), .divisor = divisor};
-    if (run.rows != NULL) {
-        run.stream = run.rows->read + run.rows->written >= atomic_load(&host.stream_bytes);
+    *read = *written = 0;
+    for (size_t i = 0; i < row_count; i++) {
+        const char *why = mp_row_fault(&rows[i]);
+        if (why != NULL) {
+            return mp_error_set(err, MP_ERR_ARGUMENT, "row %zu: %s", i, why);
+        }
+        mp_row_count_bytes(&rows[i], read, written);
     }
-    return run;
+    *run = (mp_host_run){.rows = rows, .count = row_count, .isa = chosen_isa(), .divisor = divisor};
+    run->stream = *read + *written >= atomic_load(&host.stream_bytes);
+    return MP_OK;
 }
 
 static void
@@ -257,14 +206,14 @@ count_run(uint64_t read, uint64_t written)
 }
 
 static mp_status
-host_launch(mp_table *table, double divisor, mp_error *err)
+host_launch(mp_device *device, const mp_row *rows, size_t row_count, double divisor, mp_error *err)
 {
     RETURN_IF_FAILS("launch", err);
-    mp_host_run run = make_run(table, divisor);
-    uint64_t read = run.rows != NULL ? run.rows->read : 0; /* the run takes the reference with it */
-    uint64_t written = run.rows != NULL ? run.rows->written : 0;
-    size_t limit = atomic_load(&host.inline_bytes);
-    if (mp_host_stream_submit(&host.stream, &run, limit > 0 && read + written <= limit, err) != MP_OK) {
+    mp_host_run run;
+    uint64_t read, written;
+    size_t limit = atomic_load(&device->inline_bytes);
+    if (make_run(rows, row_count, divisor, &run, &read, &written, err) != MP_OK ||
+        mp_host_stream_submit(&device->stream, &run, limit > 0 && read + written <= limit, err) != MP_OK) {
         return err->status;
     }
     count_run(read, written);
@@ -272,14 +221,19 @@ host_launch(mp_table *table, double divisor, mp_error *err)
 }
 
 static mp_status
-host_launch_on(mp_table *table, double divisor, void *caller_stream, mp_error *err)
+host_launch_on(mp_device *device, const mp_row *rows, size_t row_count, double divisor, void *caller_stream,
+               mp_error *err)
 {
+    (void)device;
     (void)caller_stream;
     RETURN_IF_FAILS("launch_on", err);
-    mp_host_run run = make_run(table, divisor);
+    mp_host_run run;
+    uint64_t read, written;
+    if (make_run(rows, row_count, divisor, &run, &read, &written, err) != MP_OK) {
+        return err->status;
+    }
     mp_host_run_all(&run);
-    count_run(run.rows != NULL ? run.rows->read : 0, run.rows != NULL ? run.rows->written : 0);
-    mp_host_rows_unref(run.rows);
+    count_run(read, written);
     return MP_OK;
 }
 
@@ -415,9 +369,6 @@ const mp_backend mp_backend_host = {
     .open = host_open,
     .native_stream = host_native_stream,
     .order_after = host_order_after,
-    .table_new = host_table_new,
-    .table_set = host_table_set,
-    .table_free = host_table_free,
     .launch = host_launch,
     .launch_on = host_launch_on,
     .event_get = host_event_get,

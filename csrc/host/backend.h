@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Tables that move at most this many bytes run at once on the calling thread when the worker is idle: waking
+/* Launches that move at most this many bytes run at once on the calling thread when the worker is idle: waking
  * the worker would cost more than the casts.  SIZE_MAX: always inline; 0: never.  Returns the previous value. */
 size_t mp_host_set_inline_bytes(size_t bytes);
 
@@ -13,10 +13,10 @@ size_t mp_host_set_inline_bytes(size_t bytes);
 int mp_host_set_isa(const char *name);
 const char *mp_host_isa(void);
 
-/* Tables that move at least this many bytes are written with non-temporal stores.  Returns the previous value. */
+/* Launches that move at least this many bytes are written with non-temporal stores.  Returns the previous value. */
 size_t mp_host_set_stream_bytes(size_t bytes);
 
-/* Test hook: called on the worker before each table with `arg`; NULL: none.  Lets a test hold the stream. */
+/* Test hook: called on the worker before each run with `arg`; NULL: none.  Lets a test hold the stream. */
 void mp_host_set_probe(void (*probe)(void *arg), void *arg);
 
 /* Fault hook for tests: the nth call from now of any fallible entry of the backend fails with MP_ERR_DEVICE

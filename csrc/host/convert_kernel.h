@@ -5,16 +5,13 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "host/convert.h"
+#include "host/isa.h"
 
 /* One table per file; those of another architecture do not exist, see the registry in host/convert.c. */
 extern const mp_cast_isa mp_cast_scalar;
 extern const mp_cast_isa mp_cast_avx2;
 extern const mp_cast_isa mp_cast_avx512;
 extern const mp_cast_isa mp_cast_neon;
-
-/* The formula of row.h for any three types, without a kernel of their own.  Tests hold the kernels against it. */
-void mp_fuse_generic(const mp_cast_isa *isa, const mp_row *row, double divisor);
 
 /* What NaN becomes in bfloat16.  PyTorch has a vector path from float32 and float64 that gives all ones, and a
  * scalar one from float16 that gives the canonical NaN; both lose sign and payload. */

@@ -27,12 +27,13 @@
 typedef struct mp_host_job {
     struct mp_host_job *next;
     uint64_t number;
-    mp_host_run run;     /* with a reference to its rows */
+    mp_host_run run;     /* its rows: those below, or the caller's for a run at once */
     mp_host_place taken; /* everything before this place is complete or in some thread's hands */
     unsigned active;     /* threads that run a piece */
     int all_taken;
     int probed;
     int on_heap; /* else on the stack of the thread that runs it at once */
+    mp_row rows[];
 } mp_host_job;
 
 static void
@@ -115,7 +116,6 @@ piece_done_locked(mp_host_stream *stream)
     if (complete) {
         stream->head = job->next;
         atomic_store_explicit(&stream->complete, job->number, memory_order_release);
-        mp_host_rows_unref(job->run.rows);
         if (job->on_heap) {
             free(job);
         }
@@ -243,12 +243,16 @@ run_at_once(mp_host_stream *stream, const mp_host_run *run)
 static mp_status
 enqueue(mp_host_stream *stream, const mp_host_run *run, mp_error *err)
 {
-    mp_host_job *job = malloc(sizeof(*job));
+    const size_t bytes = run->count * sizeof(*run->rows);
+    mp_host_job *job = malloc(sizeof(*job) + bytes);
     if (job == NULL) {
-        mp_host_rows_unref(run->rows);
-        return mp_error_set(err, MP_ERR_MEMORY, "host launch: no memory for a run");
+        return mp_error_set(err, MP_ERR_MEMORY, "host launch: no memory for a run of %zu rows", run->count);
     }
     *job = (mp_host_job){.run = *run, .on_heap = 1};
+    if (bytes > 0) {
+        memcpy(job->rows, run->rows, bytes);
+    }
+    job->run.rows = job->rows;
     pthread_mutex_lock(&stream->lock);
     int code = start_worker_locked(stream);
     int wake = 0;
@@ -261,7 +265,6 @@ enqueue(mp_host_stream *stream, const mp_host_run *run, mp_error *err)
         pthread_cond_signal(&stream->work);
     }
     if (code != 0) {
-        mp_host_rows_unref(run->rows);
         free(job);
         return mp_error_set(err, MP_ERR_DEVICE, "host launch: the worker thread cannot be started: %s (%d)",
                             strerror(code), code);

@@ -4,7 +4,7 @@
  * number of the newest, and everything up to n is complete once mp_host_stream_done(n).  An event is such a number.
  *
  * Whoever waits does not stand by: it takes pieces of the oldest run as the worker does, so that a wait costs no
- * wake-up and large tables use two processors.  The order stays: a run begins when the one before it is complete.
+ * wake-up and long runs use two processors.  The order stays: a run begins when the one before it is complete.
  */
 #ifndef DDP_MP_HOST_STREAM_H
 #define DDP_MP_HOST_STREAM_H
@@ -14,7 +14,7 @@
 #include <stdint.h>
 
 #include "core/backend.h"
-#include "host/rows.h"
+#include "host/run.h"
 
 struct mp_host_job;
 
@@ -41,8 +41,8 @@ typedef struct mp_host_stream {
         .lock = PTHREAD_MUTEX_INITIALIZER, .work = PTHREAD_COND_INITIALIZER, .done = PTHREAD_COND_INITIALIZER     \
     }
 
-/* Submits a run; takes over one reference to run->rows, also on failure.  `at_once`: run it on the calling thread if
- * nothing is pending, and return when it is complete. */
+/* Submits a run, with a copy of its rows.  `at_once`: run it on the calling thread if nothing is pending, and return when
+ * it is complete. */
 mp_status mp_host_stream_submit(mp_host_stream *stream, const mp_host_run *run, int at_once, mp_error *err);
 
 /* The number of the newest run. */

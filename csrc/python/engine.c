@@ -279,12 +279,11 @@ engine_counters_get(PyObject *object, PyObject *Py_UNUSED(ignored))
 {
     const Engine *self = (Engine *)object;
     const engine_counters *c = &self->counters;
-    return Py_BuildValue("{sKsKsKsKsKsKsKsnsnsK}",
+    return Py_BuildValue("{sKsKsKsKsKsKsnsnsK}",
                          "casts", (unsigned long long)c->casts,
                          "launches", (unsigned long long)c->launches,
                          "events", (unsigned long long)c->events,
                          "waits", (unsigned long long)c->waits,
-                         "uploads", (unsigned long long)c->uploads,
                          "bytes_read", (unsigned long long)c->bytes_read,
                          "bytes_written", (unsigned long long)c->bytes_written,
                          "rows", (Py_ssize_t)self->row_count,
@@ -442,7 +441,6 @@ engine_dealloc(PyObject *object)
     (void)engine_clear(object);
     for (size_t i = 0; self->buckets != NULL && i < self->plan.bucket_count; i++) {
         self->backend->event_put(self->buckets[i].event);
-        self->backend->table_free(self->buckets[i].table);
     }
     PyMem_Free(self->arenas);
     PyMem_Free(self->buckets);

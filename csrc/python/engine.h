@@ -41,17 +41,15 @@ typedef struct engine_hint {
 } engine_hint;
 
 typedef struct engine_bucket {
-    mp_table *table;        /* owned; NULL for a bucket without bytes */
     mp_event *event;        /* owned, from the pool; NULL for a bucket without bytes */
     void *base;             /* arena address that the rows of `work` were made for */
     Py_ssize_t cover;       /* the last bucket up to this one that has bytes; -1: none.  Its event covers this bucket */
-    int stale;              /* rows changed since table_set */
     uint64_t bytes_read;    /* by one launch */
     uint64_t bytes_written;
 } engine_bucket;
 
 typedef struct engine_counters {
-    uint64_t casts, launches, events, waits, uploads, bytes_read, bytes_written, host_ns;
+    uint64_t casts, launches, events, waits, bytes_read, bytes_written, host_ns;
 } engine_counters;
 
 typedef struct Engine {

@@ -191,6 +191,18 @@ bind_collect(Engine *self, binding *bind, PyObject *masters, PyObject *lows, PyO
 }
 
 /* Swaps references: the old ones end up in the binding and are dropped by the caller, once everything is consistent. */
+/* What one launch of the bucket moves. */
+static void
+count_bytes(Engine *self, size_t index)
+{
+    engine_bucket *bucket = &self->buckets[index];
+    const mp_plan_bucket *plan = &self->plan.buckets[index];
+    bucket->bytes_read = bucket->bytes_written = 0;
+    for (size_t row = plan->first; row < plan->first + plan->count; row++) {
+        mp_row_count_bytes(&self->work[row], &bucket->bytes_read, &bucket->bytes_written);
+    }
+}
+
 static int
 bind_apply(Engine *self, binding *bind)
 {
@@ -218,7 +230,7 @@ bind_apply(Engine *self, binding *bind)
         PyObject *arena = bind->arenas != NULL ? PyTuple_GET_ITEM(bind->arenas, (Py_ssize_t)index) : NULL;
         Py_XSETREF(self->arenas[index], Py_XNewRef(arena));
         self->buckets[index].base = bind->bases[index];
-        self->buckets[index].stale = 1;
+        count_bytes(self, index);
     }
     /* Nothing of the old tensors is worth waiting for any more. */
     self->recorded = -1;
@@ -267,7 +279,7 @@ mp_engine_rebind(Engine *self, size_t row, PyObject *master)
     work->src = view.data;
     work->src_dtype = view.dtype;
     self->layout[row] = mp_view_layout_key(&view);
-    self->buckets[self->plan.rows[row].bucket].stale = 1;
+    count_bytes(self, (size_t)self->plan.rows[row].bucket);
     self->moved[row] = 0;
     Py_SETREF(self->masters[row], Py_NewRef(master));
     mp_engine_learn_row(self, row);

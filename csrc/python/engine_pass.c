@@ -219,26 +219,19 @@ refresh_source(Engine *self, size_t row)
                      (long long)view.numel, mp_dtype_name(view.dtype));
         return -1;
     }
-    if (view.data != work->src) {
-        work->src = view.data;
-        self->buckets[self->plan.rows[row].bucket].stale = 1;
-    }
+    work->src = view.data;
     return 0;
 }
 
 /* Without arenas: the low's own address. */
 static int
-refresh_low(Engine *self, size_t row, engine_bucket *bucket)
+refresh_low(Engine *self, size_t row)
 {
     mp_view view;
-    mp_row *work = &self->work[row];
     if (mp_pointer_named(self->state->exchange, self->lows[row], &view, self->names, row, "low-precision copy") < 0) {
         return -1;
     }
-    if (view.data != work->dst) {
-        work->dst = view.data;
-        bucket->stale = 1;
-    }
+    self->work[row].dst = view.data;
     return 0;
 }
 
@@ -260,53 +253,24 @@ refresh_arena(Engine *self, size_t index)
         self->work[row].dst = (char *)view.data + self->plan.rows[row].offset;
     }
     bucket->base = view.data;
-    bucket->stale = 1;
     return 0;
 }
 
-static void
-count_bytes(Engine *self, size_t index)
-{
-    engine_bucket *bucket = &self->buckets[index];
-    const mp_plan_bucket *plan = &self->plan.buckets[index];
-    bucket->bytes_read = 0;
-    bucket->bytes_written = 0;
-    for (size_t row = plan->first; row < plan->first + plan->count; row++) {
-        const mp_row *work = &self->work[row];
-        bucket->bytes_read += (uint64_t)work->numel * mp_dtype_size(work->src_dtype);
-        bucket->bytes_written += (uint64_t)work->numel * mp_dtype_size(work->dst_dtype);
-    }
-}
-
-/* Brings a bucket's rows and table up to date. */
+/* Brings a bucket's rows up to date. */
 static int
 prepare_bucket(Engine *self, size_t index)
 {
-    engine_bucket *bucket = &self->buckets[index];
     const mp_plan_bucket *plan = &self->plan.buckets[index];
     int arenas = self->arenas[index] != NULL;
     for (size_t row = plan->first; row < plan->first + plan->count; row++) {
         if (self->work[row].numel == 0) {
             continue;
         }
-        if (refresh_source(self, row) < 0 || (!arenas && refresh_low(self, row, bucket) < 0)) {
+        if (refresh_source(self, row) < 0 || (!arenas && refresh_low(self, row) < 0)) {
             return -1;
         }
     }
-    if (arenas && refresh_arena(self, index) < 0) {
-        return -1;
-    }
-    if (!bucket->stale) {
-        return 0;
-    }
-    mp_error err;
-    if (self->backend->table_set(bucket->table, &self->work[plan->first], plan->count, &err) != MP_OK) {
-        mp_raise(self->state, &err);
-        return -1;
-    }
-    bucket->stale = 0;
-    count_bytes(self, index);
-    return 1;
+    return arenas ? refresh_arena(self, index) : 0;
 }
 
 /* Enqueues the buckets in order and records their events.  Needs no GIL: it touches nothing that waiting reads, and
@@ -317,10 +281,11 @@ launch_all(const Engine *self, void *stream, size_t *launched, mp_error *err)
     mp_status status = self->backend->order_after(self->device, stream, err);
     for (*launched = 0; status == MP_OK && *launched < self->plan.bucket_count; ++*launched) {
         const engine_bucket *bucket = &self->buckets[*launched];
-        if (bucket->table == NULL) {
+        const mp_plan_bucket *plan = &self->plan.buckets[*launched];
+        if (bucket->event == NULL) {
             continue;
         }
-        status = self->backend->launch(bucket->table, 1.0, err);
+        status = self->backend->launch(self->device, &self->work[plan->first], plan->count, 1.0, err);
         if (status == MP_OK) {
             status = self->backend->event_record(bucket->event, err);
         }
@@ -336,7 +301,7 @@ count_launches(Engine *self, size_t launched)
 {
     for (size_t index = 0; index < launched; index++) {
         const engine_bucket *bucket = &self->buckets[index];
-        if (bucket->table != NULL) {
+        if (bucket->event != NULL) {
             self->counters.launches++;
             self->counters.events++;
             self->counters.bytes_read += bucket->bytes_read;
@@ -373,24 +338,16 @@ launch_unlocked(const Engine *self, void *stream, size_t *launched, mp_error *er
 }
 
 static int
-launch_counted(Engine *self, void *stream, int uploads)
+launch_counted(Engine *self, void *stream)
 {
-    mp_counters before = {0}, after = {0};
     mp_error err;
     size_t launched;
-    if (uploads) {
-        self->backend->counters(self->device, &before);
-    }
     self->recorded = -1;
     self->waited = -1;
     self->waited_stream = NULL;
     self->generation++;
     mp_status status = launch_unlocked(self, stream, &launched, &err);
     count_launches(self, launched);
-    if (uploads) {
-        self->backend->counters(self->device, &after);
-        self->counters.uploads += after.uploads - before.uploads;
-    }
     if (status != MP_OK) {
         mp_raise(self->state, &err);
         return -1;
@@ -402,23 +359,21 @@ launch_counted(Engine *self, void *stream, int uploads)
 int
 mp_engine_cast(Engine *self)
 {
-    int uploads = 0, bytes = 0;
+    int bytes = 0;
     for (size_t index = 0; index < self->plan.bucket_count; index++) {
-        if (self->buckets[index].table == NULL) {
+        if (self->buckets[index].event == NULL) {
             continue;
         }
-        int changed = prepare_bucket(self, index);
-        if (changed < 0) {
+        if (prepare_bucket(self, index) < 0) {
             return -1;
         }
-        uploads |= changed;
         bytes = 1;
     }
     if (bytes) {
         void *stream = NULL;
         if (mp_exchange_current_stream(self->state->exchange, mp_engine_lender(self), self->device_type,
                                        self->device_index, &stream) < 0 ||
-            launch_counted(self, stream, uploads) < 0) {
+            launch_counted(self, stream) < 0) {
             return -1;
         }
     }

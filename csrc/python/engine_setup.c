@@ -1,4 +1,4 @@
-/* How an Engine comes to be: reads the parameters once, plans their buckets, makes tables and events, notes the sites. */
+/* How an Engine comes to be: reads the parameters once, plans their buckets, makes events, notes the sites. */
 #include "python/engine.h"
 
 #include "python/planning.h"
@@ -104,7 +104,7 @@ done:
     return result;
 }
 
-/* One table and one event for every bucket that has bytes. */
+/* One event for every bucket that has bytes. */
 static int
 make_buckets(Engine *self)
 {
@@ -124,15 +124,13 @@ make_buckets(Engine *self)
     for (size_t i = 0; i < count; i++) {
         engine_bucket *bucket = &self->buckets[i];
         if (self->plan.buckets[i].bytes > 0) {
-            if (self->backend->table_new(self->device, &bucket->table, &err) != MP_OK ||
-                self->backend->event_get(self->device, &bucket->event, &err) != MP_OK) {
+            if (self->backend->event_get(self->device, &bucket->event, &err) != MP_OK) {
                 mp_raise(self->state, &err);
                 return -1;
             }
             cover = (Py_ssize_t)i;
         }
         bucket->cover = cover;
-        bucket->stale = 1;
     }
     return 0;
 }

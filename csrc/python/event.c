@@ -86,35 +86,6 @@ optional_attribute(PyObject *object, const char *name, PyObject **value)
     return mp_attr_optional(*value);
 }
 
-/* The handle of a torch.Stream that does not tell it (PyTorch before 2.10): its stream_id is PyTorch's own numbering,
- * which torch.cuda.Stream translates.  A new reference, or NULL with an exception. */
-static PyObject *
-translated_handle(PyObject *stream)
-{
-    PyObject *id = NULL, *index = NULL, *type = NULL, *kwargs = NULL, *empty = NULL, *cuda = NULL, *made = NULL;
-    PyObject *constructor = NULL, *handle = NULL;
-    if ((id = PyObject_GetAttrString(stream, "stream_id")) == NULL ||
-        (index = PyObject_GetAttrString(stream, "device_index")) == NULL ||
-        (type = PyObject_GetAttrString(stream, "device_type")) == NULL ||
-        (kwargs = Py_BuildValue("{sOsOsO}", "stream_id", id, "device_index", index, "device_type", type)) == NULL ||
-        (empty = PyTuple_New(0)) == NULL || (cuda = PyImport_ImportModule("torch.cuda")) == NULL ||
-        (constructor = PyObject_GetAttrString(cuda, "Stream")) == NULL ||
-        (made = PyObject_Call(constructor, empty, kwargs)) == NULL) {
-        goto done;
-    }
-    handle = PyObject_GetAttrString(made, "cuda_stream");
-done:
-    Py_XDECREF(made);
-    Py_XDECREF(constructor);
-    Py_XDECREF(cuda);
-    Py_XDECREF(empty);
-    Py_XDECREF(kwargs);
-    Py_XDECREF(type);
-    Py_XDECREF(index);
-    Py_XDECREF(id);
-    return handle;
-}
-
 /* A new reference to the int that names the stream to the driver, or NULL with an exception. */
 static PyObject *
 handle_of(PyObject *stream)
@@ -126,13 +97,6 @@ handle_of(PyObject *stream)
         if (optional_attribute(stream, names[i], &value) < 0 || value != NULL) {
             return value;
         }
-    }
-    if (optional_attribute(stream, "stream_id", &value) < 0) {
-        return NULL;
-    }
-    if (value != NULL) {
-        Py_DECREF(value);
-        return translated_handle(stream);
     }
     if (!PyIndex_Check(stream)) {
         PyErr_Format(PyExc_TypeError, "stream: expected a stream, its handle as int, or None, got %.200s",

@@ -1,4 +1,4 @@
-/* EventDeque and EventTable: queues of events, and a queue for every module.
+/* EventDeque: a queue of events, one for every module.
  *
  * The GIL is the lock of these objects: no method calls into Python between reading and writing what it changes, and
  * references are dropped only when the object is whole again.
@@ -11,17 +11,13 @@ typedef struct deque_object {
     mp_deque ring; /* of owned Event objects */
 } deque_object;
 
-typedef struct table_object {
-    PyObject_HEAD
-    PyObject *pairs; /* owned dict: address of the key -> (key, deque).  The key in the pair keeps its address taken */
-} table_object;
-
-/* --- EventDeque -------------------------------------------------------------------------------------------------- */
-
-/* A new, empty deque, or NULL with an exception. */
 static PyObject *
-deque_make(PyTypeObject *type)
+deque_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
+    if (PyTuple_GET_SIZE(args) != 0 || (kwargs != NULL && PyDict_GET_SIZE(kwargs) != 0)) {
+        PyErr_Format(PyExc_TypeError, "%.100s takes no arguments", type->tp_name);
+        return NULL;
+    }
     deque_object *self = PyObject_GC_New(deque_object, type);
     if (self == NULL) {
         return NULL;
@@ -29,23 +25,6 @@ deque_make(PyTypeObject *type)
     mp_deque_init(&self->ring);
     PyObject_GC_Track(self);
     return (PyObject *)self;
-}
-
-/* For types that take no arguments.  0, or -1 with TypeError. */
-static int
-no_arguments(PyTypeObject *type, PyObject *args, PyObject *kwargs)
-{
-    if (PyTuple_GET_SIZE(args) != 0 || (kwargs != NULL && PyDict_GET_SIZE(kwargs) != 0)) {
-        PyErr_Format(PyExc_TypeError, "%.100s takes no arguments", type->tp_name);
-        return -1;
-    }
-    return 0;
-}
-
-static PyObject *
-deque_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
-{
-    return no_arguments(type, args, kwargs) < 0 ? NULL : deque_make(type);
 }
 
 static int
@@ -245,152 +224,9 @@ static PyType_Spec deque_spec = {
     .slots = deque_slots,
 };
 
-/* --- EventTable -------------------------------------------------------------------------------------------------- */
-
-static PyObject *
-table_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
-{
-    if (no_arguments(type, args, kwargs) < 0) {
-        return NULL;
-    }
-    PyObject *pairs = PyDict_New();
-    table_object *self = pairs != NULL ? PyObject_GC_New(table_object, type) : NULL;
-    if (self == NULL) {
-        Py_XDECREF(pairs);
-        return NULL;
-    }
-    self->pairs = pairs;
-    PyObject_GC_Track(self);
-    return (PyObject *)self;
-}
-
-static int
-table_traverse(PyObject *object, visitproc visit, void *arg)
-{
-    Py_VISIT(Py_TYPE(object));
-    Py_VISIT(((table_object *)object)->pairs);
-    return 0;
-}
-
-/* The dict stays, empty: methods never see a table without one. */
-static int
-table_drop_all(PyObject *object)
-{
-    PyDict_Clear(((table_object *)object)->pairs);
-    return 0;
-}
-
-static void
-table_dealloc(PyObject *object)
-{
-    PyTypeObject *type = Py_TYPE(object);
-    PyObject_GC_UnTrack(object);
-    Py_CLEAR(((table_object *)object)->pairs);
-    PyObject_GC_Del(object);
-    Py_DECREF(type);
-}
-
-/* Adds an empty deque for a key that has none.  The deque, borrowed from the table, or NULL with an exception. */
-static PyObject *
-table_add(table_object *self, PyObject *key, PyObject *address)
-{
-    PyObject *pair = NULL, *added = NULL;
-    PyObject *deque = deque_make(mp_state_of_type(Py_TYPE(self))->deque_type);
-    if (deque == NULL || (pair = PyTuple_Pack(2, key, deque)) == NULL) {
-        goto done;
-    }
-    /* Allocating may have run the garbage collector and so a finaliser that asked for the same key: the first stays. */
-    PyObject *kept = PyDict_SetDefault(self->pairs, address, pair);
-    added = kept != NULL ? PyTuple_GET_ITEM(kept, 1) : NULL;
-done:
-    Py_XDECREF(pair);
-    Py_XDECREF(deque);
-    return added;
-}
-
-static PyObject *
-table_subscript(PyObject *object, PyObject *key)
-{
-    table_object *self = (table_object *)object;
-    PyObject *address = PyLong_FromVoidPtr(key);
-    if (address == NULL) {
-        return NULL;
-    }
-    PyObject *pair = PyDict_GetItemWithError(self->pairs, address);
-    PyObject *deque = NULL;
-    if (pair != NULL) {
-        deque = PyTuple_GET_ITEM(pair, 1);
-    }
-    else if (!PyErr_Occurred()) {
-        deque = table_add(self, key, address);
-    }
-    Py_XINCREF(deque);
-    Py_DECREF(address);
-    return deque;
-}
-
-static int
-table_contains(PyObject *object, PyObject *key)
-{
-    PyObject *address = PyLong_FromVoidPtr(key);
-    if (address == NULL) {
-        return -1;
-    }
-    int found = PyDict_Contains(((table_object *)object)->pairs, address);
-    Py_DECREF(address);
-    return found;
-}
-
-static Py_ssize_t
-table_length(PyObject *object)
-{
-    return PyDict_GET_SIZE(((table_object *)object)->pairs);
-}
-
-PyDoc_STRVAR(table_clear_doc, "clear($self, /)\n--\n\nForgets all keys and their deques.");
-
-static PyObject *
-table_clear(PyObject *object, PyObject *unused)
-{
-    (void)unused;
-    (void)table_drop_all(object);
-    Py_RETURN_NONE;
-}
-
-static PyMethodDef table_methods[] = {
-    {"clear", table_clear, METH_NOARGS, table_clear_doc},
-    {"__reduce__", reduce_empty, METH_NOARGS, reduce_doc},
-    {NULL, NULL, 0, NULL},
-};
-
-PyDoc_STRVAR(table_doc,
-             "EventTable()\n--\n\n"
-             "Module -> EventDeque, by identity and holding the module.  A missing key is created, as defaultdict(deque) does.");
-
-static PyType_Slot table_slots[] = {
-    {Py_tp_doc, (void *)table_doc},
-    {Py_tp_new, table_new},
-    {Py_tp_dealloc, table_dealloc},
-    {Py_tp_traverse, table_traverse},
-    {Py_tp_clear, table_drop_all},
-    {Py_tp_methods, table_methods},
-    {Py_mp_subscript, table_subscript},
-    {Py_mp_length, table_length},
-    {Py_sq_contains, table_contains},
-    {0, NULL},
-};
-
-static PyType_Spec table_spec = {
-    .name = "ddp_mp._C.EventTable",
-    .basicsize = sizeof(table_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = table_slots,
-};
-
 int
 mp_event_queue_init(PyObject *module, mp_state *state)
 {
     state->deque_type = mp_type_add(module, &deque_spec);
-    state->table_type = state->deque_type != NULL ? mp_type_add(module, &table_spec) : NULL;
-    return state->table_type != NULL ? 0 : -1;
+    return state->deque_type != NULL ? 0 : -1;
 }

@@ -247,11 +247,6 @@ gradients_dealloc(PyObject *object)
         PyObject_ClearWeakRefs(object);
     }
     gradients_clear(object);
-    for (size_t index = 0; index < self->bucket_count; index++) {
-        if (self->buckets[index].table != NULL) {
-            self->buckets[index].backend->table_free(self->buckets[index].table);
-        }
-    }
     PyMem_Free(self->buckets);
     PyMem_Free(self->moves);
     PyMem_Free(self->work);

@@ -47,7 +47,6 @@ typedef struct bucket_state {
     mp_device *device; /* NULL until the device is known */
     const mp_backend *backend;
     int device_type, device_index;
-    mp_table *table; /* owned; NULL until first used */
 } bucket_state;
 
 /* Scratch of an operation, by position in its bucket. */

@@ -82,10 +82,6 @@ use_device(Gradients *self, bucket_state *bucket, const mp_view *view)
             mp_raise(self->state, &err);
             return -1;
         }
-        if (bucket->table != NULL) {
-            bucket->backend->table_free(bucket->table);
-            bucket->table = NULL;
-        }
         bucket->backend = backend;
         bucket->device = device;
         bucket->device_type = view->device_type;
@@ -202,19 +198,13 @@ add_work(Gradients *self, operation *op, const mp_row *row)
     op->bytes += (uint64_t)row->numel * size;
 }
 
-static mp_status
-launch_on(const bucket_state *bucket, double divisor, void *stream, mp_error *err)
-{
-    return bucket->backend->launch_on(bucket->table, divisor, stream, err);
-}
-
 /* Runs the collected rows on the current stream.  The GIL is released on the host when that takes long. */
 static int
 run(Gradients *self, operation *op, double divisor)
 {
     bucket_state *bucket = op->bucket;
     mp_error err;
-    mp_status status = MP_OK;
+    mp_status status;
     void *stream = NULL;
     if (op->count == 0) {
         return 0;
@@ -223,18 +213,12 @@ run(Gradients *self, operation *op, double divisor)
         0) {
         return -1;
     }
-    if (bucket->table == NULL) {
-        status = bucket->backend->table_new(bucket->device, &bucket->table, &err);
+    if (bucket->device_type != MP_DEVICE_TYPE_HOST || op->bytes <= MP_GIL_BYTES) {
+        status = bucket->backend->launch_on(bucket->device, self->work, op->count, divisor, stream, &err);
     }
-    if (status == MP_OK) {
-        status = bucket->backend->table_set(bucket->table, self->work, op->count, &err);
-    }
-    if (status == MP_OK && (bucket->device_type != MP_DEVICE_TYPE_HOST || op->bytes <= MP_GIL_BYTES)) {
-        status = launch_on(bucket, divisor, stream, &err);
-    }
-    else if (status == MP_OK) {
+    else {
         Py_BEGIN_ALLOW_THREADS
-        status = launch_on(bucket, divisor, stream, &err);
+        status = bucket->backend->launch_on(bucket->device, self->work, op->count, divisor, stream, &err);
         Py_END_ALLOW_THREADS
     }
     if (status != MP_OK) {

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "cuda/backend.h"
+#include "cuda/device.h"
 #include "host/backend.h"
 #include "host/convert.h"
 #include "cuda/embedded.h"
@@ -87,7 +88,7 @@ set_size(PyObject *arg, size_t (*set)(size_t bytes))
 
 PyDoc_STRVAR(host_set_inline_bytes_doc,
              "host_set_inline_bytes(n)\n--\n\n"
-             "Bytes up to which a table runs on the calling thread when the worker is idle; returns the previous value.");
+             "Bytes up to which a launch runs on the calling thread when the worker is idle; returns the previous value.");
 
 static PyObject *
 host_set_inline_bytes(PyObject *module, PyObject *arg)

@@ -132,7 +132,6 @@ module_traverse(PyObject *module, visitproc visit, void *arg)
     mp_state *state = mp_state_of_module(module);
     Py_VISIT(state->event_type);
     Py_VISIT(state->deque_type);
-    Py_VISIT(state->table_type);
     Py_VISIT(state->engine_type);
     Py_VISIT(state->wait_hook_type);
     Py_VISIT(state->gradient_hook_type);
@@ -147,7 +146,6 @@ module_clear(PyObject *module)
     mp_state *state = mp_state_of_module(module);
     Py_CLEAR(state->event_type);
     Py_CLEAR(state->deque_type);
-    Py_CLEAR(state->table_type);
     Py_CLEAR(state->engine_type);
     Py_CLEAR(state->wait_hook_type);
     Py_CLEAR(state->device_error);

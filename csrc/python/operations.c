@@ -165,14 +165,14 @@ add_row(mp_state *state, batch *rows, PyObject *src, PyObject *add, PyObject *ds
 
 /* Launches on the private stream, between the caller's earlier and later work. */
 static mp_status
-launch_private(const mp_backend *backend, mp_device *device, mp_table *table, double divisor, void *stream,
+launch_private(const mp_backend *backend, mp_device *device, const batch *rows, double divisor, void *stream,
                mp_error *err)
 {
     mp_event *event = NULL;
     mp_status status;
     if ((status = backend->event_get(device, &event, err)) != MP_OK ||
         (status = backend->order_after(device, stream, err)) != MP_OK ||
-        (status = backend->launch(table, divisor, err)) != MP_OK ||
+        (status = backend->launch(device, rows->rows, rows->count, divisor, err)) != MP_OK ||
         (status = backend->event_record(event, err)) != MP_OK) {
         goto done;
     }
@@ -187,18 +187,12 @@ static mp_status
 launch_batch(const mp_backend *backend, const batch *rows, double divisor, void *stream, int on_private, mp_error *err)
 {
     mp_device *device;
-    mp_table *table = NULL;
-    mp_status status;
-    if ((status = backend->open(rows->device_index, &device, err)) != MP_OK ||
-        (status = backend->table_new(device, &table, err)) != MP_OK ||
-        (status = backend->table_set(table, rows->rows, rows->count, err)) != MP_OK) {
-        goto done;
+    const mp_status status = backend->open(rows->device_index, &device, err);
+    if (status != MP_OK) {
+        return status;
     }
-    status = on_private ? launch_private(backend, device, table, divisor, stream, err)
-                        : backend->launch_on(table, divisor, stream, err);
-done:
-    backend->table_free(table);
-    return status;
+    return on_private ? launch_private(backend, device, rows, divisor, stream, err)
+                      : backend->launch_on(device, rows->rows, rows->count, divisor, stream, err);
 }
 
 /* 0, or -1 with an exception. */

@@ -1,5 +1,5 @@
-/* Tensor -> raw facts: which way a type offers, and the protocols' calls.  See python/tensor.h; what is described is read in
- * core/dlpack.c, the binary interface is in dlpack_abi.h. */
+/* Tensor -> raw facts, by the exchange table of its type.  See python/tensor.h; what is described is read in core/dlpack.c,
+ * the binary interface is in dlpack_abi.h. */
 #include "python/tensor.h"
 
 #include "python/attr.h"
@@ -20,7 +20,7 @@ typedef struct entry {
     PyObject *is_neg;         /* owned; the type's own method in C, called without a look-up; NULL: asked by name */
 } entry;
 
-enum { NAME_TABLE, NAME_DETACH, NAME_DLPACK, NAME_IS_CUDA, NAME_IS_NEG, NAME_IS_CONJ, NAME_COUNT };
+enum { NAME_TABLE, NAME_IS_NEG, NAME_IS_CONJ, NAME_COUNT };
 
 struct mp_exchange {
     entry entries[CACHED_TYPES];
@@ -36,9 +36,6 @@ mp_exchange_new(void)
 {
     static const char *const texts[NAME_COUNT] = {
         [NAME_TABLE] = "__dlpack_c_exchange_api__",
-        [NAME_DETACH] = "detach",
-        [NAME_DLPACK] = "__dlpack__",
-        [NAME_IS_CUDA] = "is_cuda",
         [NAME_IS_NEG] = "is_neg",
         [NAME_IS_CONJ] = "is_conj",
     };
@@ -89,7 +86,8 @@ mp_exchange_traverse(mp_exchange *exchange, visitproc visit, void *arg)
     return 0;
 }
 
-/* The table of our major version in a capsule's chain, or NULL.  `capsule` may be any object. */
+/* The table of our major version in a capsule's chain, or NULL where there is none that describes tensors and names
+ * streams, as DLPack asks for.  `capsule` may be any object. */
 static const dl_exchange *
 table_in(PyObject *capsule)
 {
@@ -99,7 +97,8 @@ table_in(PyObject *capsule)
     const dl_exchange_header *header = PyCapsule_GetPointer(capsule, DL_CAPSULE_EXCHANGE);
     for (int i = 0; header != NULL && i < LONGEST_CHAIN; i++, header = header->previous) {
         if (header->version.major == DL_MAJOR) {
-            return (const dl_exchange *)header;
+            const dl_exchange *table = (const dl_exchange *)header;
+            return table->tensor_from_object != NULL && table->current_stream != NULL ? table : NULL;
         }
     }
     return NULL;
@@ -225,11 +224,7 @@ refuse_export(PyObject *tensor, const char **why)
         {"is_quantized", "a quantized tensor is not supported"},
         {"is_nested", "a nested tensor has no single shape"},
     };
-    const char *reason = "its library does not export it";
-    if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_AttributeError)) {
-        reason = "its type does not offer DLPack";
-    }
-    mp_exchange_result result = refuse_exception(reason, why);
+    mp_exchange_result result = refuse_exception("its library does not export it", why);
     for (size_t i = 0; result == MP_EXCHANGE_REFUSED && i < sizeof(kinds) / sizeof(kinds[0]); i++) {
         PyObject *value = PyObject_GetAttrString(tensor, kinds[i].attribute);
         if (value == NULL) {
@@ -246,129 +241,6 @@ refuse_export(PyObject *tensor, const char **why)
     return result;
 }
 
-/* --- capsules ---------------------------------------------------------------------------------------------------- */
-
-/* Consumes what it is given: the deleter runs once, whatever is read. */
-static mp_exchange_result
-consume_versioned(dl_managed_versioned *managed, int whole, mp_view *out, const char **why)
-{
-    const char *reason = mp_dlpack_read_versioned(managed, whole, out);
-    if (managed->deleter != NULL) {
-        managed->deleter(managed);
-    }
-    return refuse_if(reason, why);
-}
-
-/* A capsule is renamed before its inside is touched: a second consumer finds a used one and must refuse. */
-static mp_exchange_result
-consume_capsule(PyObject *capsule, int whole, mp_view *out, const char **why)
-{
-    if (PyCapsule_IsValid(capsule, DL_CAPSULE_VERSIONED)) {
-        dl_managed_versioned *managed = PyCapsule_GetPointer(capsule, DL_CAPSULE_VERSIONED);
-        if (PyCapsule_SetName(capsule, DL_CAPSULE_VERSIONED_USED) < 0) {
-            return MP_EXCHANGE_ERROR;
-        }
-        return consume_versioned(managed, whole, out, why);
-    }
-    if (PyCapsule_IsValid(capsule, DL_CAPSULE)) {
-        dl_managed *managed = PyCapsule_GetPointer(capsule, DL_CAPSULE);
-        if (PyCapsule_SetName(capsule, DL_CAPSULE_USED) < 0) {
-            return MP_EXCHANGE_ERROR;
-        }
-        const char *reason = mp_dlpack_read(&managed->tensor, whole, out);
-        if (managed->deleter != NULL) {
-            managed->deleter(managed);
-        }
-        return refuse_if(reason, why);
-    }
-    if (PyCapsule_IsValid(capsule, DL_CAPSULE_USED) || PyCapsule_IsValid(capsule, DL_CAPSULE_VERSIONED_USED)) {
-        return refuse_if("its DLPack capsule was consumed before", why);
-    }
-    return refuse_if("its __dlpack__ returned no DLPack capsule", why);
-}
-
-/* A new reference to a capsule, or NULL with an exception. */
-static PyObject *
-call_dlpack(mp_exchange *exchange, PyObject *tensor)
-{
-    PyObject *method = NULL, *arguments = NULL, *keywords = NULL, *capsule = NULL;
-    PyObject *on_cuda = PyObject_GetAttr(tensor, exchange->names[NAME_IS_CUDA]);
-    if (mp_attr_optional(on_cuda) < 0) {
-        return NULL;
-    }
-    method = PyObject_GetAttr(tensor, exchange->names[NAME_DLPACK]);
-    if (method == NULL) {
-        goto done;
-    }
-    if (on_cuda != Py_True) {
-        capsule = PyObject_CallNoArgs(method);
-        goto done;
-    }
-    /* -1: no synchronisation.  We order streams ourselves, and a synchronisation would end a graph capture. */
-    arguments = PyTuple_New(0);
-    keywords = Py_BuildValue("{si}", "stream", -1);
-    if (arguments != NULL && keywords != NULL) {
-        capsule = PyObject_Call(method, arguments, keywords);
-    }
-done:
-    Py_XDECREF(keywords);
-    Py_XDECREF(arguments);
-    Py_XDECREF(method);
-    Py_XDECREF(on_cuda);
-    return capsule;
-}
-
-/* A new reference: the tensor without its history, which __dlpack__ refuses to lose; `tensor` itself where there is
- * nothing to detach.  NULL with an exception. */
-static PyObject *
-detached(mp_exchange *exchange, PyObject *tensor)
-{
-    PyObject *plain = PyObject_CallMethodNoArgs(tensor, exchange->names[NAME_DETACH]);
-    if (plain == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
-        PyErr_Clear();
-        plain = Py_NewRef(tensor);
-    }
-    return plain;
-}
-
-/* By the Python protocol: what PyTorch before 2.10 offers. */
-static mp_exchange_result
-read_by_protocol(mp_exchange *exchange, PyObject *tensor, int whole, mp_view *out, const char **why)
-{
-    PyObject *capsule = NULL;
-    PyObject *plain = detached(exchange, tensor);
-    if (plain == NULL || (capsule = call_dlpack(exchange, plain)) == NULL) {
-        Py_XDECREF(plain);
-        return refuse_export(tensor, why);
-    }
-    mp_exchange_result result = consume_capsule(capsule, whole, out, why);
-    Py_DECREF(capsule);
-    Py_DECREF(plain);
-    return result;
-}
-
-/* By the exchange table. */
-static mp_exchange_result
-read_by_table(const dl_exchange *table, PyObject *tensor, int whole, mp_view *out, const char **why)
-{
-    if (table->tensor_from_object != NULL) {
-        dl_tensor described;
-        if (table->tensor_from_object(tensor, &described) != 0) {
-            return refuse_export(tensor, why);
-        }
-        /* Shape and strides are the tensor's own: nothing may run before they are copied. */
-        return refuse_if(mp_dlpack_read(&described, whole, out), why);
-    }
-    if (table->managed_from_object == NULL) { /* DLPack asks for it, but a library may be wrong */
-        return refuse_if("its library's exchange table is incomplete", why);
-    }
-    dl_managed_versioned *managed = NULL;
-    if (table->managed_from_object(tensor, &managed) != 0 || managed == NULL) {
-        return refuse_export(tensor, why);
-    }
-    return consume_versioned(managed, whole, out, why);
-}
-
 static mp_exchange_result
 read_object(mp_exchange *exchange, PyObject *tensor, int whole, mp_view *out, const char **why)
 {
@@ -376,8 +248,15 @@ read_object(mp_exchange *exchange, PyObject *tensor, int whole, mp_view *out, co
     if (find_table(exchange, Py_TYPE(tensor), &table) < 0) {
         return MP_EXCHANGE_ERROR;
     }
-    mp_exchange_result result = table != NULL ? read_by_table(table, tensor, whole, out, why)
-                                              : read_by_protocol(exchange, tensor, whole, out, why);
+    if (table == NULL) {
+        return refuse_if("its type offers no DLPack exchange table", why);
+    }
+    dl_tensor described;
+    if (table->tensor_from_object(tensor, &described) != 0) {
+        return refuse_export(tensor, why);
+    }
+    /* Shape and strides are the tensor's own: nothing may run before they are copied. */
+    mp_exchange_result result = refuse_if(mp_dlpack_read(&described, whole, out), why);
     if (exchange->simulated_stream != NULL && result == MP_EXCHANGE_OK && out->device_type == DL_CPU) {
         out->device_type = DL_CUDA;
         out->device_index = 0;
@@ -449,27 +328,6 @@ mp_exchange_pointer(mp_exchange *exchange, PyObject *tensor, mp_view *out, const
     return read_object(exchange, tensor, 0, out, why);
 }
 
-/* torch.cuda.current_stream(index).cuda_stream: what PyTorch before 2.10 offers, and where a table lacks its own way. */
-static int
-stream_by_python(int device_index, void **out)
-{
-    PyObject *stream = NULL, *handle = NULL;
-    PyObject *cuda = PyImport_ImportModule("torch.cuda");
-    if (cuda != NULL) {
-        stream = PyObject_CallMethod(cuda, "current_stream", "i", device_index);
-    }
-    if (stream != NULL) {
-        handle = PyObject_GetAttrString(stream, "cuda_stream");
-    }
-    if (handle != NULL) {
-        *out = PyLong_AsVoidPtr(handle);
-    }
-    Py_XDECREF(handle);
-    Py_XDECREF(stream);
-    Py_XDECREF(cuda);
-    return PyErr_Occurred() ? -1 : 0;
-}
-
 int
 mp_exchange_current_stream(mp_exchange *exchange, PyObject *tensor, int device_type, int device_index, void **out)
 {
@@ -485,8 +343,9 @@ mp_exchange_current_stream(mp_exchange *exchange, PyObject *tensor, int device_t
     if (find_table(exchange, Py_TYPE(tensor), &table) < 0) {
         return -1;
     }
-    if (table == NULL || table->current_stream == NULL) {
-        return stream_by_python(device_index, out);
+    if (table == NULL) {
+        PyErr_Format(PyExc_TypeError, "current stream: type %.200s offers no DLPack exchange table", Py_TYPE(tensor)->tp_name);
+        return -1;
     }
     return table->current_stream(device_type, device_index, out) == 0 ? 0 : -1;
 }

@@ -1,4 +1,4 @@
-/* Tensor -> raw facts, by the DLPack C exchange API where the tensor's type offers it, else by __dlpack__.
+/* Tensor -> raw facts, by the DLPack C exchange API of its type, which torch.Tensor offers since PyTorch 2.10.
  *
  * Everything here needs the GIL (or an attached thread state).  What is read is a snapshot: pointers are fetched
  * anew in every pass and never outlive the tensor they came from.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from ranks import Rank, on_ranks
+from kit.ranks import Rank, on_ranks
 
 from . import program
 from .training import HALF, Autocast, Patched, Program, Way, read, written

@@ -10,7 +10,7 @@ from gallery.compare import train
 from gallery.training import line
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_gallery_trains_saves_and_resumes(name: str) -> None:
     if name == "lightning_gan":
