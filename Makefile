@@ -31,7 +31,7 @@ PYTEST = mkdir -p build/tmp && tmp=$$(mktemp -d build/tmp/pytest-XXXXXX) && trap
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup dev demo test test-long test-all check docs sanitize mutate soak fuzz peers bench gpu wheel compile-commands clean distclean
+.PHONY: help setup dev demo test test-long test-all check docs sanitize mutate soak fuzz peers gallery bench gpu wheel compile-commands clean distclean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-16s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -97,6 +97,9 @@ fuzz: $(BUILT) ## walks over training, DLPack descriptions and plans, chosen by 
 
 peers: $(BUILT) ## run PyTorch's own tests of DistributedDataParallel on patched models, write docs/peer-tests.md
 	$(PY) tests/peers/peers.py
+
+gallery: $(BUILT) ## train small models in the shape of public programs in three ways, write docs/gallery.md
+	$(PY) tests/gallery
 
 bench: $(BUILT) ## run every benchmark; results as JSON, text and plots in benchmarks/results
 	$(PY) -m benchmarks

@@ -1,11 +1,13 @@
 """``Options.autocast``: a module's forward runs in autocast of ``param_dtype``, whoever calls it.
 
 The forward itself is replaced on the instance, so that no exception and no interrupt leaves autocast behind, and so that
-torch.compile sees an ordinary context manager.
+torch.compile sees an ordinary context manager.  Where somebody else's function stands on the instance when the wrapper is
+called, as PyTorch Lightning puts one there for each step, the wrapper's call runs in autocast instead.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable
@@ -43,12 +45,13 @@ class AutocastForward:
 
     def __init__(self, module: nn.Module, dtype: torch.dtype | None, region: Region) -> None:
         kind, below = device_type(module), _Below(module)
+        self._autocast = autocast = functools.partial(torch.autocast, kind, dtype=dtype, enabled=dtype is not None)
 
         @functools.wraps(below.call, updated=())  # frameworks ask for its signature
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not region.low:
                 return below.call(*args, **kwargs)
-            with torch.autocast(kind, dtype=dtype, enabled=dtype is not None):
+            with autocast():
                 return below.call(*args, **kwargs)
 
         def refuse_clone(called: nn.Module, args: Any) -> None:
@@ -69,6 +72,12 @@ class AutocastForward:
     def hook_id(self) -> int:
         """Key of the hook in the module's hook dictionaries."""
         return self._handle.id
+
+    def around_call(self) -> contextlib.AbstractContextManager[Any]:
+        """What a call of the module by its wrapper is to run in: autocast, unless our forward is in place and does the same."""
+        module = self._module()
+        ours, _ = own_forward(None if module is None else module.__dict__.get("forward"))
+        return contextlib.nullcontext() if ours else self._autocast()
 
     def remove(self) -> None:
         """The module has the forward that it had.  Below one that somebody else has put around it, ours passes all through."""

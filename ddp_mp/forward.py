@@ -32,7 +32,7 @@ _AUTOCAST = "torch.autocast"
 class _Call:
     """One call of the wrapped module under way."""
 
-    __slots__ = ("earlier", "frame", "handled", "inside", "placement", "plan", "stands_for", "was_low")
+    __slots__ = ("earlier", "frame", "handled", "inside", "placement", "plan", "stands_for", "trained", "was_low")
 
     def __init__(self, frame: FrameType, handled: BaseException | None) -> None:
         self.frame = CallFrame(frame)
@@ -40,6 +40,7 @@ class _Call:
         self.plan: Plan | None = None  # None: plain tensors stand in for the parameters (functional_call)
         self.placement: Placement | None = None
         self.earlier: list[Pass] = []  # each stands for leaves that were placed before, which its graph may still need
+        self.trained: list[bool] = []  # which leaves required grad when they were taken back in mid-forward
         self.was_low = False
         self.stands_for: Pass | None = None  # what a backward inside this forward belongs to
         self.inside = False  # the module called itself, or a checkpoint computes it again inside a backward
@@ -274,15 +275,21 @@ class Forward:
         assert placement is not None
         self._carry(placement)
         take_back(placement)
+        call.trained = [leaf.requires_grad for leaf in placement.generation.leaves]
         call.earlier.append(Pass(placement.generation))
 
     @staticmethod
     def _place_again(call: _Call) -> None:
-        """Places leaves that hold what the masters have now; those that were placed before stay as they are."""
+        """Places leaves that hold what the masters have now; those that were placed before stay as they are.
+
+        A leaf that required grad before does so still, where its master does not now: a GAN that freezes one side while the
+        other one steps thaws it later in the same forward.  What arrives for a master that is still frozen then is dropped.
+        """
         plan = call.plan
         assert plan is not None
         plan.pool.changed()
         call.placement = plan.pool.place_present()
+        call.placement.generation.train_again(call.trained)
         plan.waits.at_root()
 
     def _carry(self, placement: Placement) -> None:

@@ -73,7 +73,7 @@ class FullPrecisionModules:
         self._handles: list[Any] = []
         self._silent: set[int] = set()  # modules whose outputs are not cast
         norms = (inner for inner in module.modules() if isinstance(inner, _NORMS)) if options.autocast else ()
-        self._norms = {id(norm._parameters) for norm in norms}
+        self._norms = {id(norm._parameters): weakref.ref(norm) for norm in norms}
         if not options.full_precision_modules:
             return
         names = _names(module)
@@ -109,8 +109,12 @@ class FullPrecisionModules:
         return [id(member.module) for member in self.outermost]
 
     def buffer_ids(self) -> set[int]:
-        """``id`` of every buffer inside the borders."""
-        return {id(b) for member in self._inside.values() for b in member.module._buffers.values() if b is not None}
+        """``id`` of every buffer that stays in full precision."""
+        modules = [*(member.module for member in self._inside.values()), *self._norm_modules()]
+        return {id(b) for module in modules for b in module._buffers.values() if b is not None}
+
+    def _norm_modules(self) -> list[nn.Module]:
+        return [norm for reference in self._norms.values() if (norm := reference()) is not None]
 
     def mark(self, rows: list[Managed]) -> list[Managed]:
         """Sets ``full`` of the parameters inside; ValueError for one that a module outside holds too.  Returns its argument."""
@@ -120,7 +124,7 @@ class FullPrecisionModules:
             homes = [id(site.parameters) for site in row.sites]
             full = next((inside[home] for home in homes if home in inside), None)
             low = next((outside[home] for home in homes if home in outside), None)
-            row.full = full is not None or (bool(homes) and self._norms.issuperset(homes))
+            row.full = full is not None or (bool(homes) and self._norms.keys() >= set(homes))
             if full is not None and low is not None:
                 raise ValueError(
                     f"Options.full_precision_modules: parameter {row.name!r} is shared by {_part(full)}, which stays in full "
@@ -148,9 +152,10 @@ class FullPrecisionModules:
 
     def widen_buffers(self, narrowed: torch.dtype | None) -> None:
         """Gives floating-point buffers inside their module's type again that DDP's constructor cast to ``narrowed``."""
-        for member in self.outermost if narrowed is not None else ():
-            own = _own_type(member.module)
-            for buffer in member.module.buffers():
+        modules = [*(member.module for member in self.outermost), *self._norm_modules()]
+        for module in modules if narrowed is not None else ():
+            own = _own_type(module)
+            for buffer in module.buffers():
                 if buffer.dtype is narrowed and narrowed.itemsize < own.itemsize:
                     buffer.data = buffer.to(own)
 

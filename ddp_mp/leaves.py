@@ -272,6 +272,15 @@ class Generation:
         if self.rematched:
             self.sites.match()
 
+    def train_again(self, trained: Sequence[bool]) -> None:
+        """Leaves that are named here require grad, whatever their masters do now."""
+        frozen = [leaf for leaf, was in zip(self.leaves, trained, strict=True) if was and not leaf.requires_grad]
+        for leaf in frozen:
+            leaf.requires_grad_(True)
+        if frozen:
+            self.rematched = True  # a backward asks the masters again
+            self.sites.changed()  # so that this is not taken for the module's own doing
+
     @property
     def allocated(self) -> bool:
         return all(arenas.allocated for arenas in self.arenas)

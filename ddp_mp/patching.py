@@ -222,7 +222,8 @@ def _run_forward(model: PatchedModel, *inputs: Any, **kwargs: Any) -> Any:
     if is_compiling():
         return type(ddp)._run_ddp_forward(ddp, *inputs, **kwargs)
     try:
-        return type(ddp)._run_ddp_forward(ddp, *inputs, **kwargs)
+        with contextlib.nullcontext() if model.forward.full_depth else model.plan.around_call():
+            return type(ddp)._run_ddp_forward(ddp, *inputs, **kwargs)
     except BaseException:
         model.forward.drop_dead()
         raise

@@ -6,6 +6,7 @@ forwards that were computed with the old one keep it until their backward.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -101,6 +102,10 @@ class Plan:
         """Nothing of the plan is left on the module or its parameters."""
         self.retire()
         self.reducer.detach()
+
+    def around_call(self) -> contextlib.AbstractContextManager[Any]:
+        """What a call of the wrapped module by its wrapper is to run in."""
+        return self._forwards[0].around_call() if self._forwards else contextlib.nullcontext()
 
     @property
     def trains(self) -> bool:

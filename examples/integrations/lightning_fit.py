@@ -4,8 +4,8 @@
 
 or with plain python, where Lightning starts the second process itself.  `DDPStrategy` hands what it does not know on to
 `DistributedDataParallel`, so `mixed_precision=` is given there, after `ddp_mp.install()`.  Leave the Trainer's own `precision`
-at 32: that one is autocast.  The wrapper casts every floating tensor of a batch, targets too.  With
-`automatic_optimization=False` Lightning runs the backward inside the forward: ddp_mp refuses that with an error.
+at 32: that one is autocast.  The wrapper casts every floating tensor of a batch, targets too.  Manual
+optimization (`automatic_optimization=False`) works as well.
 Prints the loss, and what type the parameters have where callbacks see them.
 """
 
