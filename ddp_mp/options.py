@@ -89,10 +89,9 @@ class Options:
             casts what it computes with.
         autocast: whether forward, and what a checkpoint computes again, runs in ``torch.autocast`` of ``param_dtype``,
             wrapped or not.  Inputs are not cast then, operations that need it compute in float32 (norms, softmax, losses),
-            and mixed types promote.  Weights are low precision already, so that autocast casts none;
-            those of normalisation layers stay in full precision, as autocast leaves them.  It is the way to run a
-            model that was not written to compute in ``param_dtype`` throughout.  It is off inside
-            ``full_precision_modules``.
+            and mixed types promote.  Weights are low precision already, so that autocast casts none; those of normalisation
+            layers stay in full precision, as autocast leaves them.  It is the way to run a model that was not written to
+            compute in ``param_dtype`` throughout.  It is off inside ``full_precision_modules``.
 
     Raises:
         TypeError: a field is of another type.
