@@ -116,15 +116,24 @@ class FullPrecisionModules:
     def _norm_modules(self) -> list[nn.Module]:
         return [norm for reference in self._norms.values() if (norm := reference()) is not None]
 
+    def _norms_alone(self, rows: list[Managed]) -> set[int]:
+        """Norms that share no parameter with a module of another kind: a kernel wants all of its weights in one type."""
+        norms = set(self._norms)
+        shared = [homes for row in rows if len(homes := {id(site.parameters) for site in row.sites}) > 1]
+        while mixed := [homes for homes in shared if not norms.isdisjoint(homes) and not norms.issuperset(homes)]:
+            norms.difference_update(*mixed)
+        return norms
+
     def mark(self, rows: list[Managed]) -> list[Managed]:
         """Sets ``full`` of the parameters inside; ValueError for one that a module outside holds too.  Returns its argument."""
         inside = {id(member.module._parameters): member for member in self._inside.values()}
         outside = {id(member.module._parameters): member for member in self._outside.values()}
+        norms = self._norms_alone(rows)
         for row in rows:
             homes = [id(site.parameters) for site in row.sites]
             full = next((inside[home] for home in homes if home in inside), None)
             low = next((outside[home] for home in homes if home in outside), None)
-            row.full = full is not None or (bool(homes) and self._norms.keys() >= set(homes))
+            row.full = full is not None or (bool(homes) and norms.issuperset(homes))
             if full is not None and low is not None:
                 raise ValueError(
                     f"Options.full_precision_modules: parameter {row.name!r} is shared by {_part(full)}, which stays in full "

@@ -21,8 +21,8 @@ INTRODUCTION = """# Gallery
 
 Written by `make gallery` with PyTorch {version}. Each file in `tests/gallery` is a small model in the shape of a public
 training program, with the loop that such a program has. It is trained for a few steps on two ranks of a CPU in three ways:
-plain `DistributedDataParallel` in float32, the same inside `torch.autocast`, and patched by `ddp_mp` with the options in the table.
-Everything else is the same in all three. The tests require that
+plain `DistributedDataParallel` in float32, the same inside `torch.autocast`, and patched by `ddp_mp` with the options in the
+table. Everything else is the same in all three. The tests require that
 
 * every loss is within a bound of fp32's, which the file states;
 * all ranks have the same bits in every parameter;
