@@ -30,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.epilog = "\n".join(["commands:", *(f"  {name:<6} {text}" for name, text in COMMANDS.items()), "", EPILOG])
     parser.add_argument("--version", action="version", version=f"ddp_mp {__version__}", help="print the version and exit")
     parser.add_argument("command", help=argparse.SUPPRESS)
+    if not arguments:
+        parser.print_help(sys.stderr)
+        return 2
     command = parser.parse_args(arguments[:1]).command
     if command not in COMMANDS:
         parser.error(f"there is no command {command!r}; choose one of {', '.join(COMMANDS)}")

@@ -10,7 +10,6 @@ import ctypes
 import os
 import subprocess
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,12 +96,6 @@ class TorchStream:
         self.native_handle = handle
 
 
-class OldTorchStream:
-    """A torch.Stream that does not tell its handle."""
-
-    stream_id, device_index, device_type = 3, 0, 1
-
-
 def waits_with(make: Callable[[int], Any]) -> Callable[[Machine], None]:
     """The stream given is the one that waits, and only that one."""
 
@@ -130,23 +123,6 @@ def none_is_the_current_stream_of_that_moment(machine: Machine) -> None:
     event.wait()
     machine.touch(machine.one, low)
     assert machine.races() > 0
-
-
-def old_stream_is_translated(machine: Machine) -> None:
-    asked = []
-
-    def stream(**given: int) -> CudaStream:
-        asked.append(given)
-        return CudaStream(machine.other)
-
-    for name in ("torch", "torch.cuda"):
-        sys.modules[name] = types.ModuleType(name)
-    sys.modules["torch.cuda"].Stream = stream  # type: ignore[attr-defined]
-    event, low = machine.recorded()
-    event.wait(OldTorchStream())
-    machine.touch(machine.other, low)
-    assert machine.races() == 0
-    assert asked == [{"stream_id": 3, "device_index": 0, "device_type": 1}]
 
 
 def what_is_no_stream_is_refused(machine: Machine) -> None:
@@ -220,7 +196,6 @@ SCENARIOS: dict[str, Callable[[Machine], None]] = {
     "wait: torch.Stream": waits_with(TorchStream),
     "wait: handle": waits_with(int),
     "wait: None": none_is_the_current_stream_of_that_moment,
-    "wait: torch.Stream without a handle": old_stream_is_translated,
     "wait: no stream": what_is_no_stream_is_refused,
     "wait: blocks nothing": an_event_waited_for_never_blocks_or_queries,
     "synchronize: without the GIL": waiting_on_the_device_gives_up_the_gil,

@@ -438,6 +438,14 @@ def run(name: str, rank: Rank, schedule: str | None, seen: list[tuple[str, torch
     return world.seen
 
 
+@on_ranks(1)
+@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.filterwarnings("ignore")
+def test_simulated_training_equals_oracle_and_host(rank: Rank, name: str) -> None:
+    assert run(name, rank, "lazy", run(name, rank, None, []))
+
+
+@pytest.mark.long
 @on_ranks(1, 2)
 @pytest.mark.parametrize("name", SCENARIOS)
 @pytest.mark.filterwarnings("ignore")

@@ -357,6 +357,7 @@ def run(counts: collections.Counter[tuple[str, bool]], note: int | None = None, 
     try_one()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(60 * MINUTES + 300)
 def test_exchange_any_description_is_read_as_it_is_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
     counts: collections.Counter[tuple[str, bool]] = collections.Counter()

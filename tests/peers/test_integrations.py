@@ -181,6 +181,7 @@ def test_torchrun_loop_equals_oracle(tmp_path: Path) -> None:
     assert "the same on all: True" in printed
 
 
+@pytest.mark.long
 def test_compiled_by_a_backend_that_keeps_the_operations_equals_oracle(tmp_path: Path) -> None:
     states, printed, _ = run(tmp_path, "compiled", "aot_eager")
     require_states(states, last(loops(load("compiled"), sgd())))
@@ -196,12 +197,14 @@ def test_compiled_by_inductor_is_close(tmp_path: Path) -> None:
         require_same(f"{name} on the other rank", states[1][name], states[0][name])
 
 
+@pytest.mark.long
 def test_gradient_checkpointing_equals_oracle(tmp_path: Path) -> None:
     states, printed, _ = run(tmp_path, "gradient_checkpointing")
     require_states(states, last(loops(load("gradient_checkpointing"), sgd())))
     assert "False" not in printed
 
 
+@pytest.mark.long
 def test_scaler_equals_oracle_and_skips_overflows(tmp_path: Path) -> None:
     program = load("fp16_scaler")
     states, printed, _ = run(tmp_path, "fp16_scaler")
@@ -227,6 +230,7 @@ def test_scaler_equals_oracle_and_skips_overflows(tmp_path: Path) -> None:
     assert {True, False} == set(taken)
 
 
+@pytest.mark.long
 def test_weight_averages_equal_those_computed_by_hand(tmp_path: Path) -> None:
     program = load("weight_averages")
     states, _, _ = run(tmp_path, "weight_averages")
@@ -244,6 +248,7 @@ def test_weight_averages_equal_those_computed_by_hand(tmp_path: Path) -> None:
             require_same(f"{prefix}{name} on the other rank", states[1][prefix + name], states[0][prefix + name])
 
 
+@pytest.mark.long
 def test_resumed_run_continues_with_the_same_bits(tmp_path: Path) -> None:
     states, printed, _ = run(tmp_path, "save_and_resume")
     want = last(loops(load("save_and_resume"), functools.partial(torch.optim.AdamW, lr=1e-2)))
@@ -273,6 +278,7 @@ def test_accelerate_equals_oracle(tmp_path: Path) -> None:
     assert "patched: True, saved in torch.float32" in printed
 
 
+@pytest.mark.long
 def test_lightning_equals_oracle(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     program = load("lightning_fit")
@@ -307,6 +313,7 @@ def record_items(program: Any) -> list[float]:
     return counts
 
 
+@pytest.mark.long
 def test_trainer_equals_oracle(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")

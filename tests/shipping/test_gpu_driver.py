@@ -101,6 +101,7 @@ def test_steps_that_pass_are_kept_and_packed(tmp_path: Path) -> None:
         ("import signal, time; signal.signal(signal.SIGABRT, signal.SIG_IGN); time.sleep(100)", "stopped", "after the 6 s"),
     ],
 )
+@pytest.mark.long
 def test_step_that_ends_badly_loses_nothing_and_the_next_one_runs(tmp_path: Path, does: str, status: str, why: str) -> None:
     run = Driven(tmp_path, does, 6)
     code, printed = run.ended()
@@ -110,12 +111,14 @@ def test_step_that_ends_badly_loses_nothing_and_the_next_one_runs(tmp_path: Path
     assert "left.json" in run.packed()
 
 
+@pytest.mark.long
 def test_step_that_hangs_says_where(tmp_path: Path) -> None:
     run = Driven(tmp_path, "\ndef waits():\n import time; time.sleep(100)\nwaits()", 6)
     run.ended()
     assert "in waits" in (run.results / "first.log").read_text()
 
 
+@pytest.mark.long
 def test_children_of_a_step_that_hangs_end_with_it(tmp_path: Path) -> None:
     child = "import subprocess; print(subprocess.Popen(['sleep', '300']).pid, flush=True); import time; time.sleep(100)"
     run = Driven(tmp_path, child, 6)

@@ -84,7 +84,7 @@ def test_compiled_wrapper_is_taken_for_the_wrapper_by_every_function(rank: Rank)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert compiled(column(1)).dtype is F32
-    with pytest.raises(TypeError, match="expected a DistributedDataParallel model, found Linear"):
+    with pytest.raises(TypeError, match=r"expected a DistributedDataParallel model, found torch\.nn\.modules\.linear\.Linear"):
         ddp_mp.patch(torch.compile(scalar(), backend="eager"), mixed_precision=precision)  # type: ignore[type-var]
     torch._dynamo.reset()
 

@@ -931,8 +931,11 @@ def test_weights_tied_after_the_wrap_and_cut_again(rank: Rank) -> None:
 def test_model_converted_to_half_before_its_first_forward_is_reduced_in_that_type(rank: Rank) -> None:
     ddp = wrap(nn.Linear(2, 2), ddp_mp.MixedPrecision(BF16, F32))
     ddp.half()
-    for _ in range(2):
+    for first in (True, False):
         ddp.zero_grad()
-        ddp(torch.full((1, 2), 1.0 + 2 * rank.index)).sum().backward()
+        told = pytest.warns(UserWarning, match="low precision themselves") if first else contextlib.nullcontext()
+        with told:
+            loss = ddp(torch.full((1, 2), 1.0 + 2 * rank.index)).sum()
+        loss.backward()
         assert ddp.module.weight.grad.dtype is FP16
         assert ddp.module.weight.grad.tolist() == [[2.0, 2.0]] * 2

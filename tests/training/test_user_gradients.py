@@ -305,7 +305,7 @@ def test_gradient_that_is_not_packed_survives_an_error_of_the_device_anywhere(ra
         model.zero_grad()
         ddp(index).sum().backward()
         require_same("the next one", model.table.weight.grad.to_dense(), before)
-    assert failures > 3
+    assert failures > (3 if sync else 1)
 
 
 @on_ranks(2)

@@ -17,8 +17,10 @@ PROGRAMS = {path.stem: path for path in sorted(FOLDER.glob("*.c"))} | {
 }
 #: Programs whose subject is shared between threads, or is meant to be.
 THREADED = {"test_host", "test_deque", "test_plan"}
+#: Programs that take a while under a sanitizer.
+LONG = {"test_host", "test_cast"}
 CASES = [
-    pytest.param(program, flavour, id=f"{name}-{flavour}")
+    pytest.param(program, flavour, id=f"{name}-{flavour}", marks=[pytest.mark.long] * (name in LONG and flavour != "plain"))
     for name, program in PROGRAMS.items()
     for flavour in FLAGS
     if flavour != "thread" or name in THREADED

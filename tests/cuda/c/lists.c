@@ -79,7 +79,7 @@ test_grids_follow_from_the_device(void)
 {
     CHECK(device->private_grid > 0 && device->private_grid < device->grid);
     CHECK_EQ(device->grid % device->private_grid, 0);
-    CHECK_EQ(device->grid / device->private_grid, 6 / MP_CUDA_PRIVATE_BLOCKS); /* six blocks of sm_90 fit there */
+    CHECK_EQ(device->grid / device->private_grid, 4 / MP_CUDA_PRIVATE_BLOCKS); /* four blocks of 256 threads fit an SM, by the registers that the kernel may use */
 }
 
 /* Rows that change in every step, with work pending: each launch has those that it was made with. */
