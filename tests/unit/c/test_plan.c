@@ -1,4 +1,4 @@
-/* Tests of plan.c: where rows go, sizes beyond 32 bits, refusals, fingerprints.
+/* Tests of plan.c: where rows go, sizes beyond 32 bits, refusals.
  *
  * gcc -std=c11 -D_GNU_SOURCE -O1 -g -Wall -Wextra -Werror -pthread -fsanitize=address,undefined -Icsrc -Itests/kit/c \
  *     tests/unit/c/test_plan.c tests/kit/c/check.c csrc/core/plan.c \
