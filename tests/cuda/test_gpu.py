@@ -12,11 +12,11 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from kit.inside import _C
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_mp
-from ddp_mp import _C
 from ddp_mp.tools.upstream import silent_device_events
 
 pytestmark = pytest.mark.gpu

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.inside import _C
 from kit.modules import mlp, vectors
 from kit.oracle import mean_square, square_step
 from kit.ranks import Rank, on_ranks
@@ -23,7 +24,6 @@ from kit.simulated import Device, DeviceTrial, require_simulator, simulated_devi
 from simulator.sim import Schedule
 
 import ddp_mp
-from ddp_mp import _C
 
 #: A cast bucket a layer, or nearly.
 SMALL = {"first_bucket_mb": 2**-12, "bucket_mb": 2**-12}

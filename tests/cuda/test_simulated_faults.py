@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.inside import _C
 from kit.logs import logged
 from kit.modules import mlp
 from kit.oracle import mean_square, square_step
@@ -23,7 +24,6 @@ from test_simulated_training import device_of_pytorch
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_mp
-from ddp_mp import _C
 
 BF16, F32 = torch.bfloat16, torch.float32
 

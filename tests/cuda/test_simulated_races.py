@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.inside import Communicator
 from kit.modules import mlp, vectors
 from kit.oracle import BF16
 from kit.ranks import Rank, on_ranks
@@ -13,7 +14,6 @@ from kit.simulated import Device, DeviceTrial, require_simulator, simulated_devi
 from simulator.sim import Schedule
 
 from ddp_mp import MixedPrecision
-from ddp_mp.comm import Communicator
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ddp_mp import _C
+from kit.inside import _C
 
 BF16, FP16 = torch.bfloat16, torch.float16
 DTYPES = {"bfloat16": BF16, "float16": FP16, "float32": torch.float32}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp_mp import _C
+from kit.inside import _C
 
 
 class Rig:

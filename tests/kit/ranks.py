@@ -267,7 +267,7 @@ def let_go_of_failed_backward() -> None:
 
 def _require_clean() -> None:
     """Nothing of ddp_mp outlives the models of a test."""
-    from ddp_mp import guards, installing, registrations
+    from kit.inside import guards, installing, registrations
 
     installing.uninstall()
     let_go_of_failed_backward()

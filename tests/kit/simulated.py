@@ -26,7 +26,7 @@ from simulator.fixtures import load
 from simulator.sim import Schedule, Simulator
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ddp_mp import _C
+from kit.inside import _C
 from kit.oracle import Trial
 
 #: Every schedule that replays, RANDOM with two seeds, and the one with a thread.

@@ -24,9 +24,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # tests, where the kit is
 
 import torch
+from kit.inside import _C
 from kit.simulated import SCHEDULES, Device, require_simulator, simulated_device
-
-from ddp_mp import _C
 
 #: Where a harness is looked for: what the variable says, else beside the checkout.
 HARNESS = Path(os.environ.get("DDP_MP_ACCEPTANCE") or Path(__file__).parents[3] / "shared" / "acceptance" / "harness.py")

@@ -23,8 +23,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from kit.dlpack import BFLOAT, FLOAT, TENSOR_FROM_OBJECT, DLTensor, described_as, describing, table_type
-
-from ddp_mp import _C
+from kit.inside import _C
 
 MINUTES = float(os.environ.get("DDP_MP_FUZZ", "0"))
 UNDER_WAY = Path(__file__).parents[2] / "build" / "exchange-case"

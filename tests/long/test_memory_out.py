@@ -16,14 +16,12 @@ import pytest
 import torch
 from kit.engine_rig import Rig as Lowered
 from kit.engine_rig import small
+from kit.inside import _C, leaves
 from kit.leaf_rig import Rig as Gradients
 from kit.leaf_rig import grad_of, masters
 from kit.modules import mlp, vectors
 from kit.oracle import Trial, square_step
 from kit.ranks import Rank, on_ranks
-
-import ddp_mp.leaves
-from ddp_mp import _C
 
 _testcapi = pytest.importorskip("_testcapi", reason="this Python was built without its test modules")
 
@@ -223,7 +221,7 @@ class Shortage:
         self.asked, self.fails_at = 0, 0
         for name in ("empty", "empty_like", "zeros"):
             patch.setattr(torch, name, self._checked(getattr(torch, name)))
-        patch.setattr(ddp_mp.leaves._Arenas, "allocate", lambda arenas: self._allocate(arenas))
+        patch.setattr(leaves._Arenas, "allocate", lambda arenas: self._allocate(arenas))
 
     def next(self) -> None:
         self.asked += 1

@@ -12,11 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from kit.inside import _C
 from kit.kernel_image import kernel_image
 from kit.kernel_rows import NAMES, NONE, SCALINGS, SIZES, Rows
 from kit.simulated import require_simulator
-
-from ddp_mp import _C
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "mutate_cuda.py"

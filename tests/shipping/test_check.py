@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from kit.inside import _C, LeafPool
 from kit.ranks import Rank, on_ranks
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import ddp_mp
-from ddp_mp import _C
-from ddp_mp.leaves import LeafPool
 from ddp_mp.tools import check
 
 ROOT = pathlib.Path(__file__).parents[2]

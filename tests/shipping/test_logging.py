@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from kit.inside import _C
 from kit.logs import logged
 from kit.modules import Two, mlp, vectors
 from kit.oracle import BF16, F32, Trial, mean_square, square_step
@@ -15,7 +16,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_mp
-from ddp_mp import _C
 
 MIXED = ddp_mp.MixedPrecision(BF16, F32)
 

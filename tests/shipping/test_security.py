@@ -11,8 +11,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-
-from ddp_mp import _C
+from kit.inside import _C
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ddp_mp"

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit.inside import versions
 from torch.nn.parallel import DistributedDataParallel
-
-from ddp_mp import versions
 
 
 @pytest.mark.parametrize("version", ["1.13.1", "2.4.0+cu121", "2.9.1"])

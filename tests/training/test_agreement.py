@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from kit.inside import agreement, model_of
 from kit.modules import Two, column, mlp, scalar, vectors
 from kit.oracle import BF16, F32, FP16, Trial, patched, require_same, square_step
 from kit.ranks import Rank, on_ranks
@@ -18,8 +19,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_mp
-from ddp_mp import agreement
-from ddp_mp.model import model_of
 
 SOON = 1.5  # seconds: where no answer comes at all
 LATER = 20.0

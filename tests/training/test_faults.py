@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from kit.inside import _C
 from kit.modules import Luck, column, mlp, no_luck, scalar, vectors
 from kit.oracle import BF16, F32, Trial, mean_square, square_step
 from kit.ranks import Rank, on_ranks
@@ -23,7 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import ddp_mp
-from ddp_mp import _C
 
 MIXED = ddp_mp.MixedPrecision(BF16, F32)
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from kit.inside import cast_tensors
 from kit.modules import mlp, vectors
 from kit.oracle import BF16, F32, F64, FP16, Trial, cast_inputs, mean_square, require_same, square_step, step_of
 from kit.ranks import Rank, on_ranks
@@ -23,7 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ddp_mp
-from ddp_mp.tensors import cast_tensors
 
 MIXED = ddp_mp.MixedPrecision(BF16, F32)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from kit.inside import _C
 from kit.modules import mlp, scalar, vectors
 from kit.oracle import BF16, FP16, Trial, mean_square, patched, require_same, square_step
 from kit.ranks import Rank, on_ranks
@@ -16,7 +17,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_mp
-from ddp_mp import _C
 
 
 def gapped() -> nn.Linear:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from kit.inside import _C
 from kit.modules import Choice, Two, mlp, vectors
 from kit.oracle import Trial, mean_square, require_same, square_step
 from kit.ranks import Rank, on_ranks
@@ -18,8 +19,6 @@ from test_models import MODELS
 from test_unused import inputs_that_choose
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-from ddp_mp import _C
 
 SECONDS = 0.03
 #: Every parameter is a bucket of its own.

@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from kit.engine_rig import BF16, FP16, Rig, small
+from kit.inside import _C
 from torch import nn
-
-from ddp_mp import _C
 
 
 @pytest.fixture(params=[True, False], ids=["arenas", "no-arenas"])

@@ -18,10 +18,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from kit.inside import _C
 from torch import nn
 from torch.nn import Parameter
-
-from ddp_mp import _C
 
 
 class Caster:

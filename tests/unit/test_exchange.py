@@ -30,9 +30,8 @@ from kit.dlpack import (
     integers,
     table_type,
 )
+from kit.inside import _C
 from torch.nn import Parameter, UninitializedParameter
-
-from ddp_mp import _C
 
 
 def is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

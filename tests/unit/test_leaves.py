@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from kit.inside import _C
 from torch import nn
-
-from ddp_mp import _C
 
 
 class Holder:

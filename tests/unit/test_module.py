@@ -19,9 +19,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.inside import _C
 
 import ddp_mp
-from ddp_mp import _C
 
 FLOATING = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from kit.inside import cast_tensors, tensors_in
 from kit.modules import Two, vectors
 from kit.oracle import BF16, F32, Trial
 from kit.ranks import Rank, on_ranks
 from torch import nn
-
-from ddp_mp.tensors import cast_tensors, tensors_in
 
 NODES = 12
 
