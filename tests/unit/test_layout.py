@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import ddp_mp
+
 ROOT = Path(__file__).parents[2]
 Graph = dict[str, set[str]]
 
@@ -86,3 +88,17 @@ def test_layout_of_csrc_folders_goes_one_way() -> None:
 def test_layout_circle_is_seen() -> None:
     with pytest.raises(pytest.fail.Exception, match="a circle: "):
         require_no_circle({"a": {"b"}, "b": {"a"}})
+
+
+def test_layout_of_tests_names_private_modules_in_one_file() -> None:
+    public = {"ddp_mp", "ddp_mp.options", "ddp_mp._version"}
+    private = {"_C", *(path.stem for path in (ROOT / "ddp_mp").glob("[a-z]*.py"))} - set(ddp_mp.__all__)
+    named = {
+        path.name
+        for path in (ROOT / "tests").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "ddp_mp"
+        if not (node.module or "").startswith("ddp_mp.tools")
+        if node.module not in public or any(alias.name in private for alias in node.names)
+    }
+    assert named == {"inside.py", "test_cuda_streams.py"}
