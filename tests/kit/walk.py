@@ -129,8 +129,6 @@ class Subject:
         self.writes += 1
         if visible and SPECS[self.name].unused:
             self.waiting.clear()  # autograd would refuse on some ranks only, and the others would wait for them
-        if visible:  # autograd refuses halfway, and masters keep what has reached them directly, as in plain DDP
-            self.waiting = [waiting for waiting in self.waiting if waiting.kind not in ("full", "penalty")]
         for waiting in self.waiting:
             waiting.stale = waiting.stale or visible
 
@@ -305,6 +303,8 @@ class Walk:
         del ours
         if succeeded:
             self._oracle_backward(subject, done, retain)
+        elif any(w.kind in ("full", "penalty") for w in done):
+            self.zero_grad(subject, "wrapper", to_none=True)  # what has reached masters directly stays, as in plain DDP
         kept = done if retain and succeeded else []
         subject.waiting = [w for w in subject.waiting if w not in done or w in kept]
         return True
@@ -641,18 +641,18 @@ class Walk:
             subject.ddp.zero_grad()
             subject.oracle.zero_grad()
         oracle, inputs = subject.oracle, self._inputs(seed)
-        dtype, oracle.dtype, reduce, oracle.reduce_dtype = oracle.dtype, None, oracle.reduce_dtype, F32
+        reduce, oracle.reduce_dtype = oracle.reduce_dtype, F32
         self._broadcast(subject)
         subject.broadcasts = True
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"(?s).*gradient layout contract")  # which set_grad does not keep
             mean_square(subject.ddp, inputs[self.rank.index]).backward()
-        due = self._oracle_forward(subject, "one", inputs)
+        due = self._oracle_forward(subject, "full", inputs)
         held = [dict(grads) for grads in oracle.grads]
-        self._oracle_backward(subject, [Waiting(due[0], due, subject.casts or {}, True, 0, 0)], retain=False)
+        self._oracle_backward(subject, [Waiting(due[0], due, subject.masters(), True, 0, 0)], retain=False)
         self._allow(subject, 1e-5)
         self._allow_more(subject, held, 1e-5)
-        oracle.dtype, oracle.reduce_dtype, subject.casts = dtype, reduce, None
+        oracle.reduce_dtype, subject.casts = reduce, None
         ddp_mp.patch(subject.ddp, mixed_precision=precision, options=ddp_mp.Options(**OPTIONS[options]))
         subject.options = options
         return True
