@@ -352,7 +352,7 @@ class LeafPool:
         ready, self._ready = self._ready, None
         if ready is not None and ready.allocated and self._unwritten() and not _written(ready):
             self.reused += 1
-            generation = ready
+            generation = self._latest = ready
         else:
             generation = self._chosen()
             self._cast(generation)

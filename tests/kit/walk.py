@@ -340,7 +340,8 @@ class Walk:
         sync = any(w.sync for w in done)
         oracle.add(new, sync)
         self.backwards += 1
-        apart = subject.name == "unusual" and any(w.kind == "two" for w in done)  # gapped ones are cast for every forward
+        several = len(done) > 1 or any(w.kind == "two" for w in done)
+        apart = subject.name == "unusual" and several  # a model with a gapped parameter is cast for every forward
         if len(groups) > 1 or apart:  # low-precision gradients are summed before they are cast, or after
             self._allow(subject, 8 * torch.finfo(oracle.dtype).eps)
             self._allow_more(subject, new, 8 * torch.finfo(oracle.dtype).eps)

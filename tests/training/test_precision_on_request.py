@@ -180,3 +180,19 @@ def test_options_prefetch_with_an_optimizer_of_some_parameters_trains_as_without
         for optimizer in theirs:
             trial.oracle_step(optimizer)
         trial.zero_grad()
+
+
+def two_forwards(call: Any, x: Any) -> None:
+    """One backward through two forwards."""
+    (mean_square(call, x) + mean_square(call, x.flip(0) / 2)).backward()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_options_prefetch_two_forwards_after_a_step_share_one_cast(rank: Rank, prefetch: bool) -> None:
+    # their gradients are added in low precision, as the oracle does; added from two casts, the sum is another number
+    trial = Trial(rank, mlp(), options={"prefetch": prefetch})
+    torch.optim.SGD(trial.module.parameters(), lr=0.1).step()
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()  # some other optimizer's step comes after it
+    trial.backward(two_forwards, rank.inputs(vectors()))
+    trial.check()
