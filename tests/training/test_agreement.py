@@ -203,6 +203,7 @@ def test_parameter_that_requires_grad_later_on_one_rank_is_an_error_there_that_n
     ddp = two()
     ddp.module.b.bias.requires_grad_(False)
     ddp_mp.patch(ddp, **precision(), options=ddp_mp.Options(agree_seconds=SOON))
+    dist.barrier()
     square_step(ddp, torch.ones(4, 8))
     ddp.zero_grad()
     if rank.index:
@@ -221,6 +222,7 @@ def test_after_an_error_of_one_rank_alone_later_plans_are_agreed_on(rank: Rank) 
     module.requires_grad_(False)
     module[0].requires_grad_(True)
     ddp = ddp_mp.patch(DistributedDataParallel(module), **precision(), options=ddp_mp.Options(agree_seconds=SOON))
+    dist.barrier()
     square_step(ddp, torch.ones(4, 8))
     ddp.zero_grad()
     if rank.index:
@@ -229,7 +231,9 @@ def test_after_an_error_of_one_rank_alone_later_plans_are_agreed_on(rank: Rank) 
     dist.barrier()
     for number in range(3):  # more comparisons, each of which the late rank comes to second
         time.sleep(0.3 * rank.index)
-        ddp_mp.patch(ddp_mp.unpatch(ddp), **precision(FP16 if number % 2 else BF16), options=ddp_mp.Options(agree_seconds=SOON))
+        ddp_mp.patch(
+            ddp_mp.unpatch(ddp), **precision(FP16 if number % 2 else BF16), options=ddp_mp.Options(agree_seconds=LATER)
+        )
         module[2].requires_grad_(True)
         module[4].requires_grad_(number > 0)
         square_step(ddp, torch.ones(4, 8))
