@@ -57,6 +57,7 @@ class Backward:
         self.pool, self.region = pool, region
         self.reducer: Reducer  # see connect()
         self.passes: list[Pass] = []
+        self.ended: Pass | None = None  # the last one, unless a synchronised forward has begun since then
         self.shared = False  # another wrapper trains some of the same masters
         self.previous: Callable[[], Backward | None] = lambda: None  # that of the plan before, while forwards keep it
         self.forwarding: Pass | None = None  # stands for a forward under way, which a backward inside it belongs to
@@ -83,6 +84,7 @@ class Backward:
         if outputs:
             new.watch(outputs, self._on_reached, self._on_dead, keep)
         self.passes.append(new)
+        self.ended = new
 
     def abandon(self) -> None:
         """The model is not patched any more: a backward of an earlier forward is an error from now on."""

@@ -27,6 +27,7 @@ class ReducerStandIn:
 
     def prepare_for_forward(self) -> None:
         """A synchronised forward of the wrapper starts."""
+        self._plan().backward.ended = None
 
     def _rebuild_buckets(self) -> bool:
         """Called before every forward with gradients.  Our buckets never change; an unfinished round is an error here."""
@@ -44,8 +45,8 @@ class ReducerStandIn:
         reducer.any_unused = reducer.any_unused or reducer.static_graph
         if backward.forwarding is not None:
             backward.forwarding.sync = True
-        elif backward.passes and not backward.running:
-            backward.passes[-1].sync = True
+        elif backward.ended is not None:
+            backward.ended.sync = True
 
     def _delay_all_reduce(self) -> None:
         """Static graph, first backward: our own end-of-backward callback does it."""

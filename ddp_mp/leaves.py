@@ -447,13 +447,13 @@ class LeafPool:
         return self.fallback is None
 
     def _chosen(self) -> Generation:
-        """Leaves to cast into: of no graph, or of one whose values the cast does not change, or new ones."""
+        """Leaves to cast into: the latest while the cast does not change their values, or of no graph, or new ones."""
         latest = self._latest
-        for generation in self.generations:
-            if not generation.placed and not generation.pending():
-                return generation
-        if latest is not None and self._unwritten() and not _written(latest):
+        free = next((g for g in self.generations if not g.placed and not g.pending()), None)
+        if latest is not None and latest is not free and self._unwritten() and not _written(latest):
             return latest
+        if free is not None:
+            return free
         self._remembers = True
         if any(group.engine.check() == _C.REPLACED for group in self.groups):
             raise ReplacedError  # before anything is allocated: tensors may stand in for the parameters

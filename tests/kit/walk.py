@@ -144,10 +144,12 @@ class Walk:
     def do(self, action: str, arguments: dict[str, Any]) -> None:
         """One action, and all comparisons."""
         self.actions += 1
-        if action == "build":
-            self.build(**arguments)
-        else:
-            self._act(action, **arguments)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"(?s).*gradient layout contract")  # which set_grad does not keep
+            if action == "build":
+                self.build(**arguments)
+            else:
+                self._act(action, **arguments)
         for number, subject in self.subjects.items():
             with note(f"model {number} ({subject.name}) after {action} {arguments}"):
                 self.check(subject)
@@ -645,9 +647,7 @@ class Walk:
         reduce, oracle.reduce_dtype = oracle.reduce_dtype, F32
         self._broadcast(subject)
         subject.broadcasts = True
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", r"(?s).*gradient layout contract")  # which set_grad does not keep
-            mean_square(subject.ddp, inputs[self.rank.index]).backward()
+        mean_square(subject.ddp, inputs[self.rank.index]).backward()
         due = self._oracle_forward(subject, "full", inputs)
         held = [dict(grads) for grads in oracle.grads]
         self._oracle_backward(subject, [Waiting(due[0], due, subject.masters(), True, 0, 0)], retain=False)

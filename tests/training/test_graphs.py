@@ -662,3 +662,20 @@ def test_backward_hook_of_the_user_that_changes_a_gradient_is_heeded(rank: Rank)
     trial.module.weight.register_hook(lambda grad: grad * 4)
     trial.ddp(column(rank.index + 1)).sum().backward()
     assert trial.module.weight.grad.item() == 6.0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_backward_of_a_forward_without_sync_is_not_reduced_because_another_forward_was_synchronised(
+    rank: Rank, frozen: bool
+) -> None:
+    trial = Trial(rank, mlp())
+    inputs = rank.inputs(vectors())
+    with trial.ddp.no_sync():
+        waiting = mean_square(trial.ddp, inputs[rank.index])
+    trial.module.requires_grad_(not frozen)
+    trial.ddp(inputs[rank.index])  # an evaluation, whose output nobody keeps
+    trial.module.requires_grad_(True)
+    waiting.backward()
+    trial.oracle.backward(square_step, inputs, sync=False)
+    trial.check()

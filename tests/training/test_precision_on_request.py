@@ -196,3 +196,15 @@ def test_options_prefetch_two_forwards_after_a_step_share_one_cast(rank: Rank, p
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()  # some other optimizer's step comes after it
     trial.backward(two_forwards, rank.inputs(vectors()))
     trial.check()
+
+
+@on_ranks(2)
+def test_options_prefetch_two_forwards_share_one_cast_although_other_leaves_are_free(rank: Rank) -> None:
+    trial = Trial(rank, mlp(), options={"prefetch": True})
+    waiting = mean_square(trial.ddp, vectors()())
+    torch.optim.SGD(trial.module.parameters(), lr=0.1).step()  # nothing has a gradient yet; it casts into other leaves
+    waiting.backward()
+    del waiting
+    trial.zero_grad()
+    trial.backward(two_forwards, rank.inputs(vectors()))
+    trial.check()
