@@ -141,9 +141,9 @@ class Gradients:
     ``cast`` says of each row whether a leaf stands for it.
 
     ``on_first(row, elsewhere)`` is called when a gradient arrives and no backward has begun; ``elsewhere``: on the master of a
-    row that is cast.  ``on_ready(bucket)`` when its last row has fired, in an early backward.  ``on_special(row, leaf)`` when a
-    leaf has a gradient that is not simply packed: the master has hooks of the user, or another leaf of it has a gradient.
-    ``on_error()`` before an error of a callback leaves a hook.
+    row that is cast.  ``on_ready(bucket)`` in an early backward, when its last row has fired, by a leaf where the row is cast.
+    ``on_special(row, leaf)`` when a leaf has a gradient that is not simply packed: the master has hooks of the user, or another
+    leaf of it has a gradient.  ``on_error()`` before an error of a callback leaves a hook.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Gradients:
         """Hooks that fired since begin()."""
     @property
     def refired(self) -> bool:
-        """Whether some tensor's hook fired twice in one backward, since reset()."""
+        """Whether in one backward a tensor's hook fired twice, or a leaf's and its master's, since reset()."""
     @property
     def direct(self) -> bool:
         """Whether a gradient arrived on a master that has a leaf, since begin()."""

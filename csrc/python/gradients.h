@@ -29,6 +29,7 @@ typedef struct grad_row {
     uint8_t special;  /* in this backward the caller moves the gradient */
     uint8_t had;      /* (not cast) the master had a gradient when the backward began */
     uint8_t fired;    /* since reset(): 1, or FIRED_EMPTY */
+    uint8_t counted;  /* since reset(): it fired where its gradient normally arrives, and is not pending any more */
     uint8_t fired_now; /* a bit per kind of tensor, in this backward: FIRED_LEAF, FIRED_MASTER */
     uint8_t brings;   /* since reset(): something was packed for it */
 } grad_row;
@@ -42,7 +43,7 @@ typedef struct bucket_state {
     size_t *rows; /* in packing order; points into Gradients.order */
     size_t count;
     int64_t numel;
-    size_t pending; /* rows that have not fired since reset() */
+    size_t pending; /* rows that are not counted since reset() */
     int launched;
     mp_device *device; /* NULL until the device is known */
     const mp_backend *backend;
@@ -77,7 +78,7 @@ typedef struct Gradients {
     int early;
     int busy;
     Py_ssize_t fires; /* hooks that fired since begin() */
-    int refired;      /* some tensor fired twice since reset() in one backward */
+    int refired;      /* since reset(): in one backward a tensor fired twice, or both a leaf and its master */
     int direct;       /* since begin(): a gradient arrived on the master of a row that is cast */
     mp_row *work;     /* scratch of the operation that holds `busy` */
     move *moves;

@@ -161,14 +161,15 @@ arrive(Gradients *self, size_t index, PyObject *tensor)
     }
     uint8_t kind = is_leaf ? FIRED_LEAF : FIRED_MASTER;
     self->fires++;
-    self->refired |= (row->fired_now & kind) != 0 && (!is_leaf || row->leaf == tensor);
+    self->refired |= is_leaf ? row->leaf == tensor || (row->fired_now & FIRED_MASTER) != 0 : row->fired_now != 0;
     self->direct |= !is_leaf && row->cast;
     row->fired_now |= kind;
     if (is_leaf && fire_leaf(self, index, tensor) < 0) {
         return -1;
     }
-    if (!row->fired) {
-        row->fired = 1;
+    row->fired = 1;
+    if (!row->counted && (is_leaf || !row->cast)) {
+        row->counted = 1;
         bucket->pending--;
         if (bucket->pending == 0 && self->early) {
             return call(self, self->on_ready, row->bucket, NULL);

@@ -120,6 +120,10 @@ class Subject:
         """What the oracle computes with where nothing is cast."""
         return {id(p): p for p in self.oracle.module.parameters()}
 
+    def new_epoch(self) -> None:
+        """The next forward need not have the copies of the last one."""
+        self.epoch, self.casts = self.epoch + 1, None
+
     def drop(self) -> None:
         """Nobody will do a backward of what waits."""
         self.waiting.clear()
@@ -160,8 +164,7 @@ class Walk:
             self.skipped += 1
             return
         if action != "forward":
-            subject.epoch += 1
-            subject.casts = None
+            subject.new_epoch()
         with note(f"model {model} ({subject.name}), {action} {arguments}"):
             done = getattr(self, action)(subject, **arguments)
         self.skipped += done is False
@@ -318,7 +321,7 @@ class Walk:
             return False
         self._sum([s.waiting[-1].loss for s in subjects]).backward()
         for each in subjects:
-            each.epoch, each.casts = each.epoch + 1, None
+            each.new_epoch()
             self._oracle_backward(each, [each.waiting.pop()], retain=False)
         return True
 
@@ -503,6 +506,9 @@ class Walk:
         subject.ours.step()
         subject.trial.oracle_step(subject.theirs)
         subject.written(visible=subject.optimizer != "fused")
+        for other in self.subjects.values():
+            if not OPTIONS[other.options].get("reuse_unchanged"):
+                other.new_epoch()  # no promise that a step of any optimizer has left its weights alone
         return True
 
     def clip(self, subject: Subject, norm: float) -> None:

@@ -63,6 +63,41 @@ def test_frozen_for_a_forward_in_between_and_thawed_again_is_trained(rank: Rank,
     require_as_plain(run)
 
 
+# --- penalties on weights -------------------------------------------------------------------------------------------------
+
+
+def squares(model: nn.Module) -> torch.Tensor:
+    return total(*(p.square() for p in model.parameters()))
+
+
+@on_ranks(2)
+def test_penalty_computed_before_the_forward_is_part_of_every_gradient(rank: Rank) -> None:
+    def run(wrap: Wrap) -> Any:
+        model = chain(2.0, 0.5)
+        ddp = wrap(model)
+        for _ in range(3):
+            penalty = squares(model)
+            total(ddp(column(rank.index + 1)), penalty).backward()
+        return gradients(model)
+
+    require_as_plain(run)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("start", [0, 2])
+def test_penalties_of_two_forwards_are_part_of_their_backward(rank: Rank, start: int) -> None:
+    def run(wrap: Wrap) -> Any:
+        model = chain(2.0, 0.5)
+        ddp = wrap(model)
+        for step in range(start + 2):
+            first = total(ddp(column(rank.index + 1)), *([squares(model)] if step >= start else []))
+            second = total(ddp(column(rank.index + 2)))
+            total(first, second).backward()
+        return gradients(model)
+
+    require_as_plain(run)
+
+
 # --- several casts that wait for their backwards ----------------------------------------------------------------------------
 
 

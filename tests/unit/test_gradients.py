@@ -36,6 +36,17 @@ def test_bucket_is_ready_once_when_its_last_row_fires() -> None:
     assert r.g.fired_flags() == b"\1\1\1"
 
 
+def test_bucket_waits_for_leaves_whatever_arrives_on_masters() -> None:
+    r = rig()
+    r.g.begin(True)
+    for row in range(3):
+        r.fire_master(row)
+    assert (r.events, r.g.unfired(0)) == ([], [])
+    for row in range(3):
+        r.fire(row, grad_of(r.masters[row]))
+    assert r.events == [("ready", 0)]
+
+
 def test_bucket_is_not_told_of_in_a_backward_that_is_not_early() -> None:
     r = rig()
     r.g.begin(True)
@@ -78,6 +89,18 @@ def test_refired_and_direct_are_told() -> None:
     assert not r.g.direct
     r.fire_master(1)
     assert r.g.direct
+
+
+@pytest.mark.parametrize("master_first", [False, True])
+def test_refired_is_told_of_a_leaf_and_its_master(master_first: bool) -> None:
+    r = rig()
+    r.g.begin(False)
+    r.fire(2, grad_of(r.masters[2]))
+    fires = [lambda: r.fire(0, grad_of(r.masters[0])), lambda: r.fire_master(0)]
+    for fire in reversed(fires) if master_first else fires:
+        assert not r.g.refired
+        fire()
+    assert r.g.refired
 
 
 def test_gradient_after_its_bucket_was_packed_is_an_error_that_names_the_parameter() -> None:
