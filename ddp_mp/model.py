@@ -60,6 +60,7 @@ class PatchedModel:
         optimizer_steps.add(self)
         inputs.watch(self)
         stand_ins.watch(self)
+        _tell_shared()
 
     # --- state that others ask for -----------------------------------------------------------------------------------
 

@@ -1,15 +1,16 @@
-"""Two patched models that have a part in common: what is saved and copied of it, while either is under way or gone."""
+"""Two patched models that have a part in common: its gradients, and what is saved and copied of it while either is under way."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from typing import Any
 
 import pytest
 import torch
-from kit.modules import vectors
-from kit.oracle import BF16, F32, require_same
+from kit.modules import column, scalar, vectors
+from kit.oracle import BF16, F32, patched, require_same
 from kit.ranks import Rank, on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -61,3 +62,16 @@ def test_copies_of_a_common_part_are_ordinary_and_in_full_precision(rank: Rank, 
         ddp_mp.unpatch(ddp)
     assert "__getstate__" not in vars(part)
     assert torch.equal(part.weight, masters.weight)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("order", itertools.permutations(range(2)))
+@pytest.mark.parametrize("depth", [1, 2])
+def test_gradients_of_a_common_part_are_those_of_both_models(rank: Rank, order: tuple[int, ...], depth: int) -> None:
+    part = scalar(1.0)
+    wrappers = [patched(nn.Sequential(*[part] * count)) for count in (depth, 1)]
+    for _ in range(3):
+        losses = [wrappers[index](column(rank.index + 1)).float().sum() for index in order]
+        torch.stack(losses).sum().backward()
+        assert part.weight.grad.item() == 1.5 * (depth + 1)
+        wrappers[0].zero_grad()
