@@ -182,9 +182,12 @@ class Oracle:
             self.buffers[1:] = [{n: b.clone() for n, b in self.buffers[0].items()} for _ in range(1, self.ranks)]
         self.add([self.gradients(step, inputs[rank], rank) for rank in range(self.ranks)], sync)
 
-    def add(self, new: list[dict[str, torch.Tensor | None]], sync: bool) -> None:
-        """What a backward leaves: its gradients of every rank are averaged with ``sync``, and otherwise accumulated."""
-        for name in self.grads[0]:
+    def add(self, new: list[dict[str, torch.Tensor | None]], sync: bool, names: Sequence[str] | None = None) -> None:
+        """What a backward leaves: its gradients of every rank are averaged with ``sync``, and otherwise accumulated.
+
+        ``names``: of the parameters that it is about; None: of all.
+        """
+        for name in self.grads[0] if names is None else names:
             if sync:
                 self._reduce(name, [grads[name] for grads in new])
             else:
@@ -241,7 +244,7 @@ class Oracle:
                 module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
 
     def _reduce(self, name: str, new: list[torch.Tensor | None]) -> None:
-        parts = [_sum(grad, self.grads[rank][name]) for rank, grad in enumerate(new)]  # all of it, as in plain DDP
+        parts = [sum_of(grad, self.grads[rank][name]) for rank, grad in enumerate(new)]  # all of it, as in plain DDP
         if all(part is None for part in parts):
             return
         total: torch.Tensor | None = None
@@ -259,7 +262,7 @@ class Oracle:
         """A gradient of one rank, without a reduction."""
         if grad is None:
             return
-        self.grads[rank][name] = _sum(self.grads[rank][name], grad)
+        self.grads[rank][name] = sum_of(self.grads[rank][name], grad)
 
     def zero_grad(self) -> None:
         """Forgets all gradients."""
@@ -272,7 +275,8 @@ class Oracle:
             grads.update({name: None if g is None else torch.zeros_like(g) for name, g in grads.items()})
 
 
-def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+def sum_of(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    """Of two gradients, either of which may be missing."""
     if a is None or b is None:
         return b if a is None else a
     return a + b

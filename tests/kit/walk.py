@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import ddp_mp
 from kit.modules import Luck, no_luck
-from kit.oracle import BF16, F32, FP16, SYNC_BUFFERS, Call, Trial, mean_square
+from kit.oracle import BF16, F32, FP16, SYNC_BUFFERS, Call, Trial, mean_square, sum_of
 from kit.ranks import Rank, let_go_of_failed_backward
 from kit.walk_models import SPECS
 
@@ -77,6 +78,7 @@ class Subject:
     broadcasts: bool = True  # whether the next forward begins with rank 0's buffers
     slack: dict[str, float] = field(default_factory=dict)  # how far gradients may be off after this action
     halved: dict[str, Any] = field(default_factory=dict)  # by the name of a parameter: the handle of a user's hook on it
+    second: Any = None  # another wrapper, patched too, around a layer of the module
 
     def __post_init__(self) -> None:
         self.new_optimizers()
@@ -112,6 +114,11 @@ class Subject:
         if first is None:
             return all(grad is None for grad in others)
         return all(grad is not None and torch.equal(grad, first) for grad in others)
+
+    @property
+    def part(self) -> str | None:
+        """The name of the layer that a second wrapper shares, in a model that has one."""
+        return next((name for name, inner in self.module.named_modules() if type(inner) is nn.Linear), None)
 
     def both(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
         return self.module.get_parameter(name), self.oracle.module.get_parameter(name)
@@ -329,7 +336,10 @@ class Walk:
     def _sum(losses: list[torch.Tensor]) -> torch.Tensor:
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
-    def _oracle_backward(self, subject: Subject, done: list[Waiting], retain: bool) -> None:
+    def _oracle_backward(
+        self, subject: Subject, done: list[Waiting], retain: bool, more: list[dict[str, torch.Tensor | None]] | None = None
+    ) -> None:
+        """``more``: gradients of each rank that the same backward brings beside those of the forwards."""
         oracle = subject.oracle
         of = sorted({(w.epoch, w.kind == "full") for w in done})
         groups = [[w for w in done if (w.epoch, w.kind == "full") == one] for one in of]
@@ -338,10 +348,12 @@ class Walk:
             for group in groups:  # checkpoints compute again with the copies of their forward
                 with oracle.low_precision(index, group[0].casts):
                     self._sum([w.due[index] for w in group]).backward(retain_graph=retain)
-            found = {}
-            for name, param in oracle.module.named_parameters():
-                found[name], param.grad = param.grad, None
-            new.append(self._hooked(subject, found))
+            new.append(self._taken(subject))
+        if more is not None:
+            new = [
+                {name: sum_of(grad, other[name]) for name, grad in grads.items()}
+                for grads, other in zip(new, more, strict=True)
+            ]
         sync = any(w.sync for w in done)
         oracle.add(new, sync)
         self.backwards += 1
@@ -366,9 +378,13 @@ class Walk:
             subject.slack[name] += scale * sum(float(g[name].abs().max()) for g in new if _present(g[name]))
 
     @staticmethod
-    def _hooked(subject: Subject, found: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-        """What the user's hooks make of gradients."""
-        return {n: g / 2 if g is not None and n in subject.halved else g for n, g in found.items()}
+    def _taken(subject: Subject) -> dict[str, torch.Tensor | None]:
+        """What a backward has left on the oracle's masters, after the user's hooks; they have none any more."""
+        found = {}
+        for name, param in subject.oracle.module.named_parameters():
+            grad, param.grad = param.grad, None
+            found[name] = grad / 2 if grad is not None and name in subject.halved else grad
+        return found
 
     def hook(self, subject: Subject, index: int) -> bool:
         """A user's hook on a parameter, or none any more."""
@@ -390,10 +406,7 @@ class Walk:
         for index, x in enumerate(inputs):
             with oracle.low_precision(index, subject.masters()):
                 loss(oracle.module, x).backward()
-            found = {}
-            for name, param in oracle.module.named_parameters():
-                found[name], param.grad = param.grad, None
-            new.append(self._hooked(subject, found))
+            new.append(self._taken(subject))
         oracle.add(new, sync=False)
         self._allow(subject, 1e-6)
         self._allow_more(subject, new, 1e-6)
@@ -410,6 +423,53 @@ class Walk:
             return False
         else:
             self._past(subject, lambda m, x: mean_square(copy.copy(m) if kind == "copy" else cloned(m), x), seed)
+        return True
+
+    def second(self, subject: Subject, kind: str, sync: bool, seed: int) -> bool:
+        """A step of another wrapper that shares a layer, "alone" or in one backward with the last forward that waits."""
+        name = subject.part
+        if name is None or (subject.second is None and not self._share(subject, name)):
+            return False
+        inputs, oracle = self._inputs(seed), subject.oracle
+        with contextlib.nullcontext() if sync else subject.second.no_sync():
+            loss = mean_square(subject.second, inputs[self.rank.index])
+        if not loss.requires_grad:
+            return False
+        joint = kind == "joint" and bool(subject.waiting) and subject.waiting[-1].sync == sync and not subject.waiting[-1].stale
+        (loss + subject.waiting[-1].loss if joint else loss).backward()
+        new, part = [], oracle.module.get_submodule(name)
+        for index, x in enumerate(inputs):
+            with oracle.low_precision(index):
+                mean_square(Call(part, oracle.dtype), x).backward()
+            new.append(self._taken(subject))
+        if joint:
+            self._oracle_backward(subject, [subject.waiting.pop()], False, new)
+        else:
+            self.backwards += 1
+            oracle.add(new, sync, [n for n in subject.names if oracle.module.get_parameter(n) in set(part.parameters())])
+        self._allow(subject, 4 * torch.finfo(oracle.reduce_dtype if sync else F32).eps)
+        self._allow_more(subject, new, 4 * torch.finfo(oracle.reduce_dtype if sync else F32).eps)
+        return True
+
+    @staticmethod
+    def _share(subject: Subject, name: str) -> bool:
+        """Wraps a layer once more."""
+        part = subject.module.get_submodule(name)
+        if not all(p.requires_grad for p in part.parameters()):
+            return False
+        ddp = DistributedDataParallel(nn.Sequential(part))  # writes parameters: those of rank 0 are everybody's
+        options = ddp_mp.Options(**OPTIONS[subject.options])
+        subject.second = ddp_mp.patch(ddp, mixed_precision=subject.trial.precision, options=options)
+        subject.written(visible=True)
+        return True
+
+    def alone(self, subject: Subject, unpatch: bool) -> bool:
+        """The other wrapper is gone."""
+        if subject.second is None:
+            return False
+        if unpatch:
+            ddp_mp.unpatch(subject.second)
+        subject.second = None
         return True
 
     def toggle(self, subject: Subject, index: int, mode: str, seed: int) -> None:
@@ -573,7 +633,9 @@ class Walk:
         else:
             theirs.data.mul_(0.75)
         if not visible:
-            ddp_mp.masters_changed(subject.ddp)
+            for ddp in (subject.ddp, subject.second):
+                if ddp is not None:
+                    ddp_mp.masters_changed(ddp)
         subject.written(visible=visible)
 
     def replace(self, subject: Subject, index: int, seed: int) -> None:
@@ -677,6 +739,8 @@ ACTIONS: dict[str, dict[str, list[Any]]] = {
     "set_grad": {"index": list(range(4)), "seed": list(range(8))},
     "evaluate": {"mode": ["no_grad", "inference", "grad"], "seed": list(range(8))},
     "past": {"kind": ["squares", "part", "copy", "clone"], "seed": list(range(8))},
+    "second": {"kind": ["alone", "joint"], "sync": [True, False], "seed": list(range(8))},
+    "alone": {"unpatch": [True, False]},
     "toggle": {"index": list(range(4)), "mode": ["no_grad", "grad"], "seed": list(range(8))},
     "hook": {"index": list(range(4))},
     "autograd_grad": {},

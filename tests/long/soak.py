@@ -31,7 +31,7 @@ WARM_UP, WARM_WALKS = 0.2, 20  # of the time, and at least so many: PyTorch keep
 ALLOWED = 8.0  # MiB that a rank may seem to grow by, from the end of the warm-up to the end
 
 #: How often an action comes, where not once.
-OFTEN = {"forward": 12, "backward": 10, "step": 6, "zero_grad": 4, "evaluate": 2}
+OFTEN = {"forward": 12, "backward": 10, "step": 6, "zero_grad": 4, "second": 4, "evaluate": 2}
 DRAWN = [name for name in ACTIONS for _ in range(OFTEN.get(name, 1))]
 
 
