@@ -1,4 +1,4 @@
-"""Two patched models that have a part in common: its gradients, and what is saved and copied of it while either is under way."""
+"""Two patched models with a part in common: its gradients, and what is saved and copied of it while either is under way."""
 
 from __future__ import annotations
 
