@@ -35,18 +35,11 @@ class Guards:
     Args:
         module: the wrapped module.
         written: the masters are about to be written, by ``load_state_dict``.
-        hook_ids: keys of our hooks in the modules' hook dictionaries, which a copy must not carry along.
         read: called before a state dict or a copy is taken, where parameters may be something else than their masters
             (``hooks="root"``); None: they never are.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        written: Callable[[], None],
-        hook_ids: Callable[[], set[int]],
-        read: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, module: nn.Module, written: Callable[[], None], read: Callable[[], None] | None = None) -> None:
         # weakly: a graph keeps the patched model, a module may keep an output, and nobody would see that cycle
         self._modules: list[weakref.ref[nn.Module]] = []
         self._handles: list[Any] = []
@@ -58,17 +51,11 @@ class Guards:
             if read is not None:
                 read()
 
-        def ids() -> set[int]:
-            about_to_read()
-            own = guards()
-            return hook_ids() | ({handle.id for handle in own._handles} if own is not None else set())
-
-        guards = weakref.ref(self)
         for guarded in module.modules():
             self._handles.append(guarded.register_load_state_dict_pre_hook(loaded))
             if read is not None:
                 self._handles.append(guarded.register_state_dict_pre_hook(about_to_read))
-            _State.of(guarded).users[id(self)] = ids
+            _State.of(guarded).users[id(self)] = about_to_read
             self._modules.append(weakref.ref(guarded))
 
     def detach(self) -> None:
@@ -87,13 +74,13 @@ class _State:
     """Instance-level ``__getstate__``: what ``copy.deepcopy`` and ``pickle`` take of a module, without our hooks and leaves.
 
     Attributes:
-        users: by the id of their guards, the patched models that the module is a part of, which may be several: what tells the
-            keys of each one's hooks.
+        users: by the id of their guards, the patched models that the module is a part of, which may be several: what each one
+            does before a copy.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        self.users: dict[int, Callable[[], set[int]]] = {}
+        self.users: dict[int, Callable[[], None]] = {}
 
     @classmethod
     def of(cls, module: nn.Module) -> _State:
@@ -117,20 +104,28 @@ class _State:
         state = own(module) if custom else module.__dict__
         if not isinstance(state, dict):
             return state
-        ids = set().union(*(user() for user in list(self.users.values())))
+        for about_to_read in list(self.users.values()):
+            about_to_read()
         parameters = module._parameters
         # an entry of the name of a parameter is a leaf, of a forward under way
         state = {key: value for key, value in state.items() if key not in parameters and key != "__getstate__"}
         _show_masters(state)
+        ids = {key for name in _HOOK_DICTS for key, hook in (state.get(name) or {}).items() if _is_ours(hook)}
         for name in _HOOK_DICTS:
             hooks = state.get(name)
-            if hooks and any(key in hooks for key in ids):
+            if hooks and not ids.isdisjoint(hooks):
                 state[name] = type(hooks)((k, v) for k, v in hooks.items() if k not in ids)
         ours, before = own_forward(state.get("forward"))
         if ours:
             del state["forward"]
             state |= {} if before is None else {"forward": before}
         return state
+
+
+def _is_ours(hook: Any) -> bool:
+    """Whether one of our files has made the hook; those of ``hooks="root"`` are where PyTorch's own would be."""
+    file = getattr(hook, "__module__", None) or ""
+    return file.startswith(f"{__package__}.") and file != f"{__package__}.root"
 
 
 def _show_masters(state: dict[str, Any]) -> None:

@@ -13,7 +13,6 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
-from torch.compiler import is_compiling
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
@@ -141,7 +140,7 @@ def _patch_all(ddp: DistributedDataParallel, precision: _MixedPrecision, options
     built_with = ddp.__dict__.get("_ddp_mp_built_with", before)
     hook = native.user_hook(ddp)
     marked = native.mark_accumulators(ddp)
-    native_logger = native.strip(ddp)
+    logged = native.strip(ddp)
     model = PatchedModel.__new__(PatchedModel)  # in two steps: what is built of it can be taken away again
     try:
         ddp.mixed_precision = None  # inputs are cast where the module is called, wrapped or not
@@ -156,7 +155,7 @@ def _patch_all(ddp: DistributedDataParallel, precision: _MixedPrecision, options
     model.comm.hook = hook
     model.built_with = built_with
     ddp.__dict__["_ddp_mp"] = model
-    model.stand_in(ddp, native_logger)
+    model.stand_in(ddp, logged)
     model.plan.backward.before_patch = native.graph_is_alive(marked)
     _override(ddp, model)
     registrations.watch(ddp.module, model)
@@ -213,20 +212,7 @@ def _override(ddp: DistributedDataParallel, model: PatchedModel) -> None:
     model.overrides.set("_register_builtin_comm_hook", functools.partial(_register_builtin_comm_hook, model))
     model.overrides.set("_register_fused_optim", _register_fused_optim)
     model.overrides.set("__getstate__", functools.partial(_getstate, model))
-    model.overrides.set("_run_ddp_forward", functools.partial(_run_forward, model))
-
-
-def _run_forward(model: PatchedModel, *inputs: Any, **kwargs: Any) -> Any:
-    """``_run_ddp_forward`` of a patched wrapper: an interrupt, after which PyTorch calls no hook, leaves no leaf in place."""
-    ddp: Any = model.wrapper()
-    if is_compiling():
-        return type(ddp)._run_ddp_forward(ddp, *inputs, **kwargs)
-    try:
-        with contextlib.nullcontext() if model.forward.full_depth else model.plan.around_call():
-            return type(ddp)._run_ddp_forward(ddp, *inputs, **kwargs)
-    except BaseException:
-        model.forward.drop_dead()
-        raise
+    model.overrides.set("_run_ddp_forward", model.forward.run)
 
 
 def _register_comm_hook(model: PatchedModel, state: object, hook: Any) -> None:

@@ -17,9 +17,9 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from . import _C
 from . import ddp as native
+from .casts import new_engine
 from .guards import Guards, optimizer_steps
 from .hooks import is_called, weakly
-from .leaves import new_engine
 from .options import Options
 from .parameters import Managed, managed_parameters
 
@@ -36,7 +36,7 @@ class RootModel:
         self._hooked: list[tuple[nn.Module, int, Any]] = []
         self._plan(ddp)
         expose = weakly(self.expose, None)
-        self.guards = Guards(ddp.module, expose, set, read=expose)
+        self.guards = Guards(ddp.module, expose, read=expose)
         optimizer_steps.add(self)
 
     # --- put in place ------------------------------------------------------------------------------------------------

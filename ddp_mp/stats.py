@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from .leaves import summed_counters
+from .casts import summed_counters
 from .model import model_of
 from .root import root_of
 
