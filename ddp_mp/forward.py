@@ -91,6 +91,7 @@ class Forward:
     """The wrapped module's hooks, registered with ``prepend`` so that hooks of others see leaves.
 
     Attributes:
+        calls: those under way, in whatever thread, the oldest first; with some that an interrupt ended.
         forwards: how many there were.
         full_depth: how many blocks of ``full_precision()`` are around calls.
     """
@@ -101,7 +102,7 @@ class Forward:
         self._input_dtype = dtype if options.cast_forward_inputs and not options.autocast else None
         self._output_dtype = options.output_dtype
         self._low = dtype if dtype in LOW else None
-        self._calls: list[_Call] = []
+        self.calls: list[_Call] = []
         self._warned: set[str] = set()
         self.forwards = 0
         self.full_depth = 0
@@ -126,20 +127,20 @@ class Forward:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        for call in self._calls:
+        for call in self.calls:
             self._put_away(call)
-        self._calls = []
+        self.calls = []
 
     @property
     def under_way(self) -> bool:
         """Whether a call of the module is under way, in whatever thread."""
         self.drop_dead()
-        return bool(self._calls)
+        return bool(self.calls)
 
     def drop_dead(self) -> None:
         """Takes back what calls have left that an interrupt ended: no hook runs after KeyboardInterrupt."""
-        for call in [call for call in self._calls if call.is_over()] if self._calls else ():
-            self._calls.remove(call)
+        for call in [call for call in self.calls if call.is_over()] if self.calls else ():
+            self.calls.remove(call)
             self._put_away(call)
 
     def run(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -163,7 +164,7 @@ class Forward:
 
     def _enter(self, args: Any, kwargs: Any) -> Any:
         """Returns what the module gets in the place of its arguments; None: these."""
-        if self._calls:
+        if self.calls:
             self.drop_dead()
         call = _Call(sys._getframe(2))
         if _transform() is None:
@@ -171,7 +172,7 @@ class Forward:
         else:
             with torch._C._DisableFuncTorch():  # which would wrap leaves that are made now, and they outlive it
                 self._begin(call)
-        self._calls.append(call)
+        self.calls.append(call)
         self.forwards += 1
         plan = call.plan
         if plan is None:
@@ -206,7 +207,7 @@ class Forward:
         if training.running is not None:
             plan.backward.drop_dead()
         call.plan, call.was_low = plan, region.low
-        call.inside = training.running is not None or (bool(self._calls) and self._inner() is not None)
+        call.inside = training.running is not None or (bool(self.calls) and self._inner() is not None)
         if self.full_depth or not pool.rows:
             region.low = plan.casts and not self.full_depth
         else:
@@ -239,7 +240,7 @@ class Forward:
     def _inner(self) -> _Call | None:
         """The innermost call of this thread."""
         thread = get_ident()
-        for call in reversed(self._calls):
+        for call in reversed(self.calls):
             if call.thread == thread:
                 return call
         return None
@@ -251,7 +252,7 @@ class Forward:
             try:
                 self._end(call, output)
             finally:
-                self._calls.remove(call)
+                self.calls.remove(call)
                 if profiling():
                     in_range("ddp_mp::restore", self._put_away)(call)
                 else:
@@ -270,7 +271,7 @@ class Forward:
             for group in plan.pool.groups:
                 group.engine.wait()  # with wait="module", what no module has waited for: masters may be written from now on
             self._carry(placement)
-            if len(self._calls) > 1:
+            if len(self.calls) > 1:
                 self._share(call)
         if error is not call.handled:
             if placement is not None and isinstance(error, (RuntimeError, TypeError)):
@@ -289,7 +290,7 @@ class Forward:
     def _share(self, call: _Call) -> None:
         """The graph of a call around this one is that of this one too, and needs its leaves."""
         assert call.placement is not None
-        outer = [c for c in self._calls if c is not call and c.thread == call.thread]
+        outer = [c for c in self.calls if c is not call and c.thread == call.thread]
         if outer:
             outer[-1].earlier += [Pass(g) for g in {*_earlier(call), call.placement.generation}]
 
@@ -336,7 +337,7 @@ class Forward:
     def _placed_here(self) -> list[_Call]:
         """Calls of this thread that have placed leaves, the outermost first."""
         thread = get_ident()
-        return [call for call in self._calls if call.placement is not None and call.thread == thread]
+        return [call for call in self.calls if call.placement is not None and call.thread == thread]
 
     def _leave_leaves(self, call: _Call) -> None:
         """Takes the leaves of a forward back; its graph may hold them, as far as it goes."""

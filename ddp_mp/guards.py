@@ -7,12 +7,12 @@ which matters to leaves that are promised to hold their values, and inside a for
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .autocast import own_forward
 
@@ -136,46 +136,39 @@ def _show_masters(state: dict[str, Any]) -> None:
 
 
 class _OptimizerSteps:
-    """Process-wide hooks around optimizer steps, for the models whose masters the optimizer holds."""
+    """The process-wide hook after optimizer steps, and the models that hear of them."""
 
     def __init__(self) -> None:
-        self._models: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
-        self._handles: list[Any] = []
+        self._models: list[weakref.ref[Any]] = []
+        self._handle: Any = None
 
     def add(self, model: Any) -> None:
-        self._models[model] = None
-        if not self._handles:
-            self._handles = [
-                register_optimizer_step_pre_hook(self._before_step),
-                register_optimizer_step_post_hook(self._after_step),
-            ]
+        """``model.after_step(optimizer)`` is called from now on, while the model lives."""
+        self._models.append(weakref.ref(model))
+        if self._handle is None:
+            self._handle = register_optimizer_step_post_hook(self._after_step)
 
     def remove(self, model: Any) -> None:
-        self._models.pop(model, None)
-        if not self._models:
-            for handle in self._handles:
-                handle.remove()
-            self._handles = []
+        """The model is patched no more."""
+        self._models = [reference for reference in self._models if reference() not in (None, model)]
+        if not self._models and self._handle is not None:
+            self._handle.remove()
+            self._handle = None
 
     def models(self) -> list[Any]:
         """Those that are patched now."""
-        return list(self._models)
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for model in self._concerned(optimizer, lambda model: model.needs_exposing):
-            model.before_step()
+        return [model for reference in self._models if (model := reference()) is not None]
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for model in list(self._models):
-            model.maybe_stepped()  # a fused optimizer counts no version
-        for model in self._concerned(optimizer, lambda model: model.watches_steps):
-            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            model.stepped(covered=model.trained_ids <= held)
-
-    def _concerned(self, optimizer: torch.optim.Optimizer, asks: Callable[[Any], bool]) -> Iterable[Any]:
-        models = [model for model in list(self._models) if asks(model)]
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]} if models else set()
-        return [model for model in models if not held.isdisjoint(model.parameter_ids)]
+        for reference in self._models:
+            model = reference()
+            if model is not None:
+                model.after_step(optimizer)
 
 
 optimizer_steps = _OptimizerSteps()
+
+
+def held_by(optimizer: torch.optim.Optimizer) -> set[int]:
+    """``id`` of every parameter that the optimizer steps."""
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -22,7 +22,7 @@ from .comm import Communicator
 from .ddp_reducer import LoggerStandIn, ReducerStandIn
 from .forward import Forward
 from .full_precision import FullPrecisionModules
-from .guards import Guards, optimizer_steps
+from .guards import Guards, held_by, optimizer_steps
 from .hooks import weakly
 from .inputs import inputs
 from .log import logger
@@ -46,7 +46,7 @@ class PatchedModel:
         self._module: weakref.ref[nn.Module] = weakref.ref(ddp.module)
         self.comm = Communicator(ddp.process_group)
         self.built_with: _MixedPrecision | None = None  # what the wrapper's constructor was given
-        self.overrides = native.Overrides(ddp)
+        self.overrides: native.Overrides
         self.dirty = False  # something was registered inside the module, or a state dict was loaded
         self.rebuilds = 0
         self._warned = False  # of masters that are low precision
@@ -72,8 +72,6 @@ class PatchedModel:
         """Whether this is the wrapped module, which may be gone while a graph keeps the rest."""
         return self._module() is module
 
-    needs_exposing = False
-
     @property
     def under_way(self) -> str:
         """``backward`` or ``forward`` while one is under way, in whatever thread; empty between them."""
@@ -82,38 +80,23 @@ class PatchedModel:
             return "backward"
         return "forward" if self.forward.under_way else ""
 
-    @property
-    def watches_steps(self) -> bool:
-        """Whether anything depends on knowing of optimizer steps."""
-        return self.options.prefetch or self.options.reuse_unchanged or self.forward.under_way
-
-    @property
-    def parameter_ids(self) -> set[int]:
-        """``id`` of every managed parameter."""
-        return self.plan.ids
-
-    def casts(self, param: torch.Tensor) -> bool:
-        """Whether a leaf stands for the parameter."""
-        return any(row.master is param for row in self.plan.pool.rows)
-
     def leaves_of(self, master: torch.Tensor) -> list[nn.Parameter]:
         """Every leaf that stands for a master in a graph that may still have a backward."""
         return self.plan.leaves_of(master)
 
-    @property
-    def trained_ids(self) -> set[int]:
-        """``id`` of every parameter that gets a gradient."""
-        return {id(row.master) for row in self.plan.rows if row.master.requires_grad}
-
-    def maybe_stepped(self) -> None:
-        """Some optimizer wrote something: a cast may find other values than the last one."""
-        self.plan.pool.maybe_written()
-
-    def stepped(self, covered: bool) -> None:
-        """An optimizer wrote masters; ``covered``: all that are trained."""
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Some optimizer has stepped, and may have written masters."""
+        self.plan.pool.maybe_written()  # a fused optimizer counts no version
+        if not (self.forward.calls or self.options.prefetch or self.options.reuse_unchanged):
+            return
+        held = held_by(optimizer)
+        if held.isdisjoint(self.plan.ids):
+            return
         self.masters_changed()
+        under_way = self.under_way
         self.forward.masters_stepped()
-        if covered and self.options.prefetch and not self.under_way:
+        trained = {id(row.master) for row in self.plan.rows if row.master.requires_grad}
+        if self.options.prefetch and not under_way and trained <= held:
             self.plan.pool.prefetch()
 
     def full_precision(self) -> Callable[[], None]:
@@ -166,11 +149,10 @@ class PatchedModel:
         }
 
     def detach(self) -> None:
-        """Nothing of ours is left on the module or its parameters."""
-        self.plan.backward.abandon()
-        self.forward.detach()
-        self.plan.detach()
-        self.guards.detach()
+        """Nothing of ours is left on the module or its parameters, however much of this object was built."""
+        for part in ("forward", "plan", "guards"):
+            if part in self.__dict__:
+                getattr(self, part).detach()
         optimizer_steps.remove(self)
         inputs.forget(self)
         stand_ins.forget(self)
@@ -178,7 +160,7 @@ class PatchedModel:
 
     def __del__(self) -> None:
         """The wrapper is gone: the module is an ordinary one again."""
-        if hasattr(self, "guards") and not sys.is_finalizing():
+        if not sys.is_finalizing():
             self.detach()
 
     # --- the plan follows the module ---------------------------------------------------------------------------------
@@ -232,7 +214,7 @@ class PatchedModel:
 
 def _tell_shared() -> None:
     """Tells plans that train some of the same masters: the next reduces what one leaves in ``.grad``, so that none is early."""
-    plans = [model.plan for model in optimizer_steps.models() if isinstance(model, PatchedModel)]
+    plans = [model.plan for model in optimizer_steps.models()]
     for plan in plans:
         plan.backward.shared = any(other is not plan and not plan.ids.isdisjoint(other.ids) for other in plans)
 

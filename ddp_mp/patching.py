@@ -19,7 +19,6 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from . import agreement
 from . import ddp as native
 from .autocast import LOW
-from .guards import optimizer_steps
 from .hooks import is_called
 from .log import logger
 from .model import PatchedModel, log_plan, model_of
@@ -149,7 +148,7 @@ def _patch_all(ddp: DistributedDataParallel, precision: _MixedPrecision, options
         # last, as what it rounds cannot be got back
         cast_buffers(ddp.module, ddp.parameters_to_ignore, precision.buffer_dtype, model.plan.full_modules.buffer_ids())
     except BaseException:
-        _dismantle(model)
+        model.detach()
         _equip_again(ddp, before, hook)
         raise
     model.comm.hook = hook
@@ -188,15 +187,6 @@ def _retire(owner: PatchedModel) -> None:
     logger.info("%s is patched through another wrapper: the earlier one is unpatched", type(other.module).__name__)
     owner.built_with = None  # PyTorch's own hooks on the module would cast a second time
     unpatch(other)
-
-
-def _dismantle(model: PatchedModel) -> None:
-    """Takes away what was built of a model."""
-    for name in ("forward", "plan", "guards"):
-        part = model.__dict__.get(name)
-        if part is not None:
-            part.detach()
-    optimizer_steps.remove(model)
 
 
 def _detach(model: PatchedModel) -> None:

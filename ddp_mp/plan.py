@@ -94,7 +94,8 @@ class Plan:
         self.autocasts = []
 
     def detach(self) -> None:
-        """Nothing of the plan is left on the module or its parameters."""
+        """Nothing of the plan is left on the module or its parameters; a backward of an earlier forward is an error."""
+        self.backward.abandon()
         self.retire()
         self.reducer.detach()
 

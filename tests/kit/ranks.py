@@ -275,4 +275,4 @@ def _require_clean() -> None:
     left = [model for models in registrations.registrations._watched.values() for model in models]
     kept = [type(other).__name__ for other in gc.get_referrers(*left)]
     assert not left, f"patched models outlive their wrappers: {left}, referred to by {kept}"
-    assert not list(guards.optimizer_steps._models), "models are still known to the optimizer's hook"
+    assert not guards.optimizer_steps.models(), "models are still known to the optimizer's hook"
