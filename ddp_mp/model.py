@@ -22,7 +22,7 @@ from .comm import Communicator
 from .ddp_reducer import LoggerStandIn, ReducerStandIn
 from .forward import Forward
 from .full_precision import FullPrecisionModules
-from .guards import Guards, held_by, optimizer_steps
+from .guards import Guards, everywhere, held_by
 from .hooks import weakly
 from .inputs import inputs
 from .log import logger
@@ -53,8 +53,8 @@ class PatchedModel:
         self.region = Region()
         self.plan = self._new_plan(ddp)
         self.forward = Forward(self)
-        self.guards = Guards(ddp.module, weakly(self.written, None))
-        optimizer_steps.add(self)
+        self.guards = Guards(ddp.module, self, weakly(self.written, None))
+        everywhere.add(self)
         inputs.watch(self)
         stand_ins.watch(self)
         _tell_shared()
@@ -117,7 +117,7 @@ class PatchedModel:
         self.plan.pool.changed()
 
     def written(self) -> None:
-        """The masters are about to be written."""
+        """The masters are about to be written, or something is registered inside the module."""
         self.masters_changed()
         self.dirty = True
 
@@ -153,7 +153,7 @@ class PatchedModel:
         for part in ("forward", "plan", "guards"):
             if part in self.__dict__:
                 getattr(self, part).detach()
-        optimizer_steps.remove(self)
+        everywhere.remove(self)
         inputs.forget(self)
         stand_ins.forget(self)
         _tell_shared()
@@ -214,7 +214,7 @@ class PatchedModel:
 
 def _tell_shared() -> None:
     """Tells plans that train some of the same masters: the next reduces what one leaves in ``.grad``, so that none is early."""
-    plans = [model.plan for model in optimizer_steps.models()]
+    plans = [model.plan for model in everywhere.models()]
     for plan in plans:
         plan.backward.shared = any(other is not plan and not plan.ids.isdisjoint(other.ids) for other in plans)
 

@@ -19,12 +19,12 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from . import agreement
 from . import ddp as native
 from .autocast import LOW
+from .guards import owners
 from .hooks import is_called
 from .log import logger
 from .model import PatchedModel, log_plan, model_of
 from .options import Options, kind_of, validate_precision
 from .parameters import cast_buffers
-from .registrations import registrations
 from .root import RootModel, root_of
 
 DDP = TypeVar("DDP", bound=DistributedDataParallel)
@@ -157,7 +157,6 @@ def _patch_all(ddp: DistributedDataParallel, precision: _MixedPrecision, options
     model.stand_in(ddp, logged)
     model.plan.backward.before_patch = native.graph_is_alive(marked)
     _override(ddp, model)
-    registrations.watch(ddp.module, model)
     model.tell_ranks()
     log_plan(model, "patched")
 
@@ -170,11 +169,11 @@ def _taking_over(ddp: DistributedDataParallel) -> Iterator[None]:
     backward of that one is under way.
     """
     # models of another root only share a part
-    owners = [owner for owner in registrations.owners(ddp.module) if owner.is_of(ddp.module) and owner.wrapper() is not ddp]
-    for owner in owners:
+    others = [owner for owner in owners(ddp.module) if owner.is_of(ddp.module) and owner.wrapper() is not ddp]
+    for owner in others:
         _require_idle("ddp_mp.patch", bool(owner.under_way))
     yield
-    for owner in owners:
+    for owner in others:
         _retire(owner)
 
 
@@ -182,17 +181,11 @@ def _retire(owner: PatchedModel) -> None:
     """Another wrapper has taken the module over."""
     other = owner.wrapper()
     if other is None:  # only a graph keeps it
-        _detach(owner)
+        owner.detach()
         return
     logger.info("%s is patched through another wrapper: the earlier one is unpatched", type(other.module).__name__)
     owner.built_with = None  # PyTorch's own hooks on the module would cast a second time
     unpatch(other)
-
-
-def _detach(model: PatchedModel) -> None:
-    """Takes everything of the model off the module, and forgets what is registered there."""
-    model.detach()
-    registrations.forget(model)
 
 
 def _override(ddp: DistributedDataParallel, model: PatchedModel) -> None:
@@ -275,7 +268,7 @@ def unpatch(ddp: DDP) -> DDP:
         return given
     _require_idle("ddp_mp.unpatch", bool(model.under_way))
     model.plan.pool.close()  # first: where a device reports an error, the model stays patched
-    _detach(model)
+    model.detach()
     model.overrides.remove()
     del ddp.__dict__["_ddp_mp"]
     agreement.withdraw(ddp)
@@ -353,7 +346,7 @@ def full_precision(module: nn.Module) -> Iterator[None]:
             accurate = ddp(batch)
     """
     present = _patched(module)
-    models = [present] if present is not None else registrations.owners(module) if isinstance(module, nn.Module) else ()
+    models = [present] if present is not None else owners(module) if isinstance(module, nn.Module) else ()
     with contextlib.ExitStack() as stack:
         for model in models:
             if isinstance(model, PatchedModel):

@@ -37,7 +37,7 @@ class RootModel:
         self._hooked: list[tuple[nn.Module, int, Any]] = []
         self._plan(ddp)
         expose = weakly(self.expose, None)
-        self.guards = Guards(ddp.module, expose, read=expose)
+        self.guards = Guards(ddp.module, None, expose, read=expose)
         self._step_hook = register_optimizer_step_pre_hook(weakly(self._before_step, None))
         weakref.finalize(self, self._step_hook.remove)
 
