@@ -75,7 +75,8 @@ class Generation:
         self.placed = 0
         self.rematched = False
         for row, leaf in zip(pool.rows, self.leaves, strict=True):
-            pool.on_new_leaf(row, leaf)
+            if row.leaf_hook is not None:
+                leaf.register_post_accumulate_grad_hook(row.leaf_hook)
         self.sites.remember()
 
     def pending(self) -> bool:
@@ -134,16 +135,9 @@ class LeafPool:
     Args:
         rows: the parameters of the plan; those that are not cast have no leaves.
         dtype: the type of leaves; None: nothing is cast.
-        on_new_leaf: called with each new leaf and its parameter.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[Managed],
-        dtype: torch.dtype | None,
-        options: Options,
-        on_new_leaf: Callable[[Managed, nn.Parameter], None],
-    ) -> None:
+    def __init__(self, rows: Sequence[Managed], dtype: torch.dtype | None, options: Options) -> None:
         cast = [r for r in rows if dtype is not None and not r.full and r.floating and r.master.dtype is not dtype]
         readable = [r for r in cast if dense(r.master)]
         by_device: dict[torch.device, list[Managed]] = {}
@@ -162,7 +156,6 @@ class LeafPool:
         self._held = [row.master for row in unwatched for _ in row.sites]
         self._dtypes = list(map(_dtype, self._held))
         self._frozen = [row.master for row in rows if not row.master.requires_grad]
-        self.on_new_leaf = on_new_leaf
         self.generations: list[Generation] = []
         self._keep = options.reuse_unchanged
         self._ready: Generation | None = None  # promised to hold the masters' values: prefetched, or kept

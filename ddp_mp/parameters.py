@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ class Managed:
     sparse: bool = False  # its gradient is a sparse tensor (nn.Embedding(sparse=True)), unless it is used otherwise too
     full: bool = False  # belongs to a module that stays in full precision: not cast
     own_reduction: bool = False  # its gradient is reduced in its own type, whatever that of others is
+    leaf_hook: Callable[[Any], None] | None = None  # is called when a gradient has arrived on a leaf of it
 
     @property
     def floating(self) -> bool:

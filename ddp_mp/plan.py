@@ -7,7 +7,6 @@ forwards that were computed with the old one keep it until their backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -60,8 +59,7 @@ class Plan:
         for row in self.rows:
             row.own_reduction = row.full and precision.reduce_dtype is None
         self.trained = [row for row in self.rows if row.master.requires_grad]
-        self._row_of = {id(row.master): index for index, row in enumerate(self.trained)}
-        self.pool = LeafPool(self.rows, precision.param_dtype, options, weakly(self._hook_leaf, None))
+        self.pool = LeafPool(self.rows, precision.param_dtype, options)
         self.ids = {id(row.master) for row in self.rows}
         self.added: set[int] = set()  # ``id`` of parameters that came after the wrapper was built
         cast = {id(row) for row in self.pool.rows}
@@ -78,6 +76,10 @@ class Plan:
             weakly(self.backward.error, None),
         )
         self.backward.reducer = self.reducer
+        for row in self.rows:  # a frozen one too: it may be trained later in a forward
+            row.leaf_hook = _drop_gradient
+        for index, row in enumerate(self.trained):
+            row.leaf_hook = self.reducer.gradients.hook(index)
         self.waits = Waits(module, self.pool, by_module=options.wait == "module")
         self.full_modules.attach()
         self.autocasts: list[AutocastForward] = []
@@ -140,12 +142,6 @@ class Plan:
     def leaves_of(self, master: torch.Tensor) -> list[nn.Parameter]:
         """Every leaf that stands for a master in a graph that may still have a backward."""
         return self.pool.leaves_of(master) if id(master) in self.ids else []
-
-    def _hook_leaf(self, row: Managed, leaf: nn.Parameter) -> None:
-        """The hook that hears of a leaf's gradient.  A frozen master's leaf has it too: it may be trained later."""
-        index = self._row_of.get(id(row.master))
-        hook: Any = _drop_gradient if index is None else self.reducer.gradients.hook(index)
-        leaf.register_post_accumulate_grad_hook(hook)
 
 
 def _drop_gradient(leaf: nn.Parameter) -> None:
