@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 #: The transform of torch.func that is under way in this thread, or None.
 _transform = torch._C._functorch.peek_interpreter_stack
 
-#: Stands for the warning of an autocast among the names of parameters that were warned of.
+#: What is warned of beside parameters, which are warned of by name.
 _AUTOCAST = "torch.autocast"
 
 
@@ -102,6 +102,7 @@ class Forward:
         self._input_dtype = dtype if options.cast_forward_inputs and not options.autocast else None
         self._output_dtype = options.output_dtype
         self._low = dtype if dtype in LOW else None
+        self._region = model.region
         self.calls: list[_Call] = []
         self._warned: set[str] = set()
         self.forwards = 0
@@ -202,7 +203,7 @@ class Forward:
                 self._place(call, plan)
 
     def _place(self, call: _Call, plan: Plan) -> None:
-        training, region, pool = plan.training, plan.region, plan.pool
+        training, region, pool = plan.training, self._region, plan.pool
         pool.require_plan()
         if training.running is not None:
             plan.backward.drop_dead()
@@ -226,14 +227,12 @@ class Forward:
 
     def _look_at_autocast(self, call: _Call, other: torch.dtype) -> None:
         """Warns once of an autocast around the model whose type is another one than that of its leaves."""
-        if other is self._low or call.inside or _AUTOCAST in self._warned:
-            return
-        self._warned.add(_AUTOCAST)
-        warnings.warn(
-            f"ddp_mp: this model computes in {self._low}, and it is called inside torch.autocast of {other}; give both the "
-            "same type, or leave the autocast out and patch with ddp_mp.Options(autocast=True)",
-            stacklevel=3,
-        )
+        if other is not self._low and not call.inside:
+            self._warn(
+                _AUTOCAST,
+                f"this model computes in {self._low}, and it is called inside torch.autocast of {other}; give both the same "
+                "type, or leave the autocast out and patch with ddp_mp.Options(autocast=True)",
+            )
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
@@ -299,7 +298,7 @@ class Forward:
         if plan is None:
             return
         call.placement = None
-        plan.region.low = call.was_low
+        self._region.low = call.was_low
         if plan.training.forwarding is call.stands_for:
             plan.training.forwarding = None
         for held in call.earlier:
@@ -313,31 +312,26 @@ class Forward:
 
     # --- masters and leaves inside a forward -------------------------------------------------------------------------
 
-    def masters_stepped(self) -> None:
-        """Masters were written inside a forward of this thread: what it goes on to compute uses their new values."""
-        self.show_masters()()
-
     def show_masters(self) -> Callable[[], None]:
-        """Forwards of this thread find masters in their sites, until the function that is returned is called."""
-        calls = self._placed_here()
-        lows = [(call.plan.region, call.plan.region.low) for call in calls if call.plan is not None]
+        """Forwards of this thread find masters in their sites, until the function that is returned is called.
+
+        Then they go on with leaves that hold what the masters have, which may have been written meanwhile.
+        """
+        thread, region = get_ident(), self._region
+        calls = [call for call in self.calls if call.placement is not None and call.thread == thread]
+        if not calls:
+            return lambda: None
+        was_low = region.low
         for call in calls:
             self._leave_leaves(call)
-        for region, _ in lows:
-            region.low = False
+        region.low = False
 
         def show_leaves() -> None:
             for call in calls:
                 self._place_again(call)
-            for region, low in lows:
-                region.low = low
+            region.low = was_low
 
         return show_leaves
-
-    def _placed_here(self) -> list[_Call]:
-        """Calls of this thread that have placed leaves, the outermost first."""
-        thread = get_ident()
-        return [call for call in self.calls if call.placement is not None and call.thread == thread]
 
     def _leave_leaves(self, call: _Call) -> None:
         """Takes the leaves of a forward back; its graph may hold them, as far as it goes."""
@@ -376,18 +370,19 @@ class Forward:
                 row, leaf = generation.rows[index], generation.leaves[index].data
                 untouched = row.master.data.to(leaf.dtype) == leaf
                 row.master.copy_(torch.where(untouched, row.master.data, leaf.to(row.master.dtype)))
-                self._warn(row.name, leaf.dtype)
+                self._warn(
+                    row.name,
+                    f"parameter {row.name!r} was written inside the forward, where the module holds its {leaf.dtype} leaf: the "
+                    "values are carried to the master, rounded; write inside `with ddp_mp.full_precision(ddp):`, where the "
+                    "module holds its masters",
+                )
         generation.sites.remember()
 
-    def _warn(self, name: str, dtype: torch.dtype) -> None:
-        if name not in self._warned:
-            self._warned.add(name)
-            warnings.warn(
-                f"ddp_mp: parameter {name!r} was written inside the forward, where the module holds its {dtype} leaf: the "
-                "values are carried to the master, rounded; write inside `with ddp_mp.full_precision(ddp):`, where the module "
-                "holds its masters",
-                stacklevel=3,
-            )
+    def _warn(self, subject: str, text: str) -> None:
+        """Warns once of each subject."""
+        if subject not in self._warned:
+            self._warned.add(subject)
+            warnings.warn(f"ddp_mp: {text}", stacklevel=4)
 
 
 def _wait(plan: Plan) -> None:

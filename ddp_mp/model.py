@@ -93,10 +93,10 @@ class PatchedModel:
         if held.isdisjoint(self.plan.ids):
             return
         self.masters_changed()
-        under_way = self.under_way
-        self.forward.masters_stepped()
+        self.forward.drop_dead()
+        self.forward.show_masters()()
         trained = {id(row.master) for row in self.plan.rows if row.master.requires_grad}
-        if self.options.prefetch and not under_way and trained <= held:
+        if self.options.prefetch and trained <= held and not self.under_way:
             self.plan.pool.prefetch()
 
     def full_precision(self) -> Callable[[], None]:
