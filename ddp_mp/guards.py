@@ -32,6 +32,10 @@ _HOOK_DICTS = (
 )
 
 
+# Files of PyTorch that go through process-wide hooks of ours.
+_HOOKED_FILES = nn_module.__file__, register_optimizer_step_post_hook.__code__.co_filename
+
+
 class Guards:
     """What knows of one wrapped module's copies, loads and registrations.
 
@@ -183,8 +187,7 @@ class _Everywhere:
         they stay then, until the next model goes.
         """
         self._models = [reference for reference in self._models if reference() not in (None, model)]
-        files = nn_module.__file__, torch.optim.optimizer.__file__
-        if not self._models and not any(frame.f_code.co_filename in files for frame in callers()):
+        if not self._models and not any(frame.f_code.co_filename in _HOOKED_FILES for frame in callers()):
             for handle in self._handles:
                 handle.remove()
             self._handles = []
