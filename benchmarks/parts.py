@@ -59,13 +59,13 @@ REDUCE = "all-reduce"
 
 METHODS: list[tuple[Any, str, str]] = [
     (forward.Forward, "_enter", "root hook: Python"),
-    (leaves._Arenas, "allocate", "root hook: get the leaves' memory"),
+    (leaves.Generation, "allocate", "root hook: get the leaves' memory"),
     (forward.Forward, "_leave", "after the forward: Python"),
     (backward.Backward, "_start", "backward starts: Python"),
     (reducer.Reducer, "_bucket_ready", "bucket complete: Python"),
     (buckets.PackedBucket, "_full_memory", "bucket complete: get the gradients' memory"),
     (backward.Backward, "_finish", "backward ends: Python"),
-    (leaves._Arenas, "release", "backward ends: give the leaves' memory back"),
+    (leaves.Generation, "release", "backward ends: give the leaves' memory back"),
     (dist.ProcessGroup, "allreduce", REDUCE),
     (comm.Communicator, "wait", REDUCE),
 ]

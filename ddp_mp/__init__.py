@@ -8,11 +8,10 @@ from __future__ import annotations
 from . import versions as _versions  # first: it says what is missing  # noqa: F401
 from ._C import DeviceError
 from ._version import __version__
-from .info import build_info
 from .installing import install, uninstall
 from .options import MixedPrecision, Options
 from .patching import full_precision, is_patched, masters_changed, patch, unpatch
-from .stats import Stats, stats
+from .stats import Stats, build_info, stats
 
 __all__ = [
     "DeviceError",

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .leaves import Region
+from .step import Region
 
 #: The types that autocast computes in on every device.
 LOW = (torch.bfloat16, torch.float16)
@@ -68,11 +68,6 @@ class AutocastForward:
         self._module, self._forward = weakref.ref(module), weakref.ref(forward)
         self._handle = module.register_forward_pre_hook(refuse_clone)
 
-    @property
-    def hook_id(self) -> int:
-        """Key of the hook in the module's hook dictionaries."""
-        return self._handle.id
-
     def around_call(self) -> contextlib.AbstractContextManager[Any]:
         """What a call of the module by its wrapper is to run in: autocast, unless our forward is in place and does the same."""
         module = self._module()
@@ -122,11 +117,3 @@ def device_type(module: nn.Module) -> str:
     """The type of device that autocast is asked for: the accelerator's, where a module has anything on one."""
     kinds = {p.device.type for p in module.parameters()} | {b.device.type for b in module.buffers()}
     return next(iter(kinds - {"cpu"}), "cpu")
-
-
-def other_autocast(kind: str, dtype: torch.dtype) -> torch.dtype | None:
-    """The type of an autocast around the caller that differs from ``dtype``, or None."""
-    if not torch.is_autocast_enabled(kind):
-        return None
-    found = torch.get_autocast_dtype(kind)
-    return None if found is dtype else found

@@ -16,10 +16,10 @@ import torch
 from torch.autograd import Variable
 
 from .hooks import span, weakly
-from .leaves import LeafPool, Placement, Region, place, take_back, uncover
+from .leaves import LeafPool, Placement, place, take_back, uncover
 from .log import logger
 from .reducer import Reducer
-from .step import Pass
+from .step import Pass, Region, Training
 
 #: Whether the backward under way was asked to keep its graph (``retain_graph``).
 _graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph
@@ -47,48 +47,28 @@ class Backward:
 
     Args:
         pool: the leaves.
-        reducer: what becomes of gradients; connected by :meth:`connect`.
+        training: where training with them stands.
         region: says whether the module computes in low precision.
+
+    Attributes:
+        reducer: what becomes of gradients; set by the plan.
 
     Thread safety: autograd calls the hooks from its own threads, one at a time, under the GIL.
     """
 
-    def __init__(self, pool: LeafPool, region: Region) -> None:
-        self.pool, self.region = pool, region
-        self.reducer: Reducer  # see connect()
-        self.passes: list[Pass] = []
-        self.ended: Pass | None = None  # the last one, unless a synchronised forward has begun since then
+    def __init__(self, pool: LeafPool, training: Training, region: Region) -> None:
+        self.pool, self.training, self.region = pool, training, region
+        self.reducer: Reducer
         self.shared = False  # another wrapper trains some of the same masters
         self.previous: Callable[[], Backward | None] = lambda: None  # that of the plan before, while forwards keep it
-        self.forwarding: Pass | None = None  # stands for a forward under way, which a backward inside it belongs to
         self.before_patch = False  # whether a forward from before the model was patched may still have its backward
-        self._running: _Running | None = None
         self._warned = False
-        self._on_reached, self._on_dead = weakly(self._start, None), weakly(self._graph_died, None)
+        training.on_backward, training.on_dead = weakly(self._start, None), weakly(self._graph_died, None)
         self.futures: list[Any] = []  # of buffer communication hooks: waited for at the end of the next backward
-
-    @property
-    def running(self) -> bool:
-        """Whether a backward of this module is under way."""
-        return self._running is not None
-
-    # --- forwards ----------------------------------------------------------------------------------------------------
-
-    def add(self, new: Pass, outputs: list[torch.Tensor], keep: object) -> None:
-        """A forward with gradients ended with these outputs (those that require grad)."""
-        # a forward without a known output cannot be seen to die: the next forward takes its place
-        for earlier in self.passes:
-            if not earlier.watched:
-                earlier.finish()
-        self.passes = [p for p in self.passes if p.pending]
-        if outputs:
-            new.watch(outputs, self._on_reached, self._on_dead, keep)
-        self.passes.append(new)
-        self.ended = new
 
     def abandon(self) -> None:
         """The model is not patched any more: a backward of an earlier forward is an error from now on."""
-        for waiting in self.passes:
+        for waiting in self.training.passes:
             waiting.abandoned = True
 
     def drop_dead(self) -> None:
@@ -97,7 +77,7 @@ class Backward:
         Called at a forward: in a thread that started a backward it must be over by then.  What another thread has under way
         goes on.
         """
-        running = self._running
+        running = self.training.running
         if running is not None and torch._C._current_graph_task_id() == -1 and running.known_to(get_ident()):
             self.fail()
 
@@ -105,7 +85,7 @@ class Backward:
 
     def show_masters(self) -> Callable[[], None]:
         """What a backward of this thread computes again finds masters, until the function that is returned is called."""
-        running = self._running
+        running = self.training.running
         if running is None or not running.placements or not running.known_to(get_ident()):
             return lambda: None
         show_leaves, was_low, self.region.low = uncover(running.placements), self.region.low, False
@@ -123,21 +103,21 @@ class Backward:
         """
         if elsewhere and not self.before_patch:
             return
-        if self.forwarding is not None:
-            self._begin(self.forwarding)
+        if self.training.forwarding is not None:
+            self._begin(self.training.forwarding)
             return
-        pending = [p for p in self.passes if p.pending] or self.passes[-1:]
+        pending = [p for p in self.training.passes if p.pending] or self.training.passes[-1:]
         if pending and not pending[-1].watched:
             self._begin(pending[-1])
             return
         hidden = Pass(None)  # the forward itself may still have a backward through its outputs
         hidden.sync = pending[-1].sync if pending else self.before_patch
         self._begin(hidden)
-        assert self._running is not None
-        self._running.hidden = pending[-1] if pending else None
+        assert self.training.running is not None
+        self.training.running.hidden = pending[-1] if pending else None
 
     def _start(self, reached: Pass) -> None:
-        running = self._running
+        running = self.training.running
         if running is not None:
             if reached in running.passes and running.task == torch._C._current_graph_task_id():
                 return
@@ -156,7 +136,7 @@ class Backward:
             raise
 
     def _begin(self, reached: Pass) -> None:
-        running = self._running = _Running(torch._C._current_graph_task_id(), reached.sync, self.region.low)
+        running = self.training.running = _Running(torch._C._current_graph_task_id(), reached.sync, self.region.low)
         self._reach(running, reached)
         several = self._several_casts(reached)
         self.reducer.begin(reached.sync, early=not several and self._may_reduce_early(reached), several=several)
@@ -167,7 +147,7 @@ class Backward:
         running.passes.append(reached)
         finished = reached.done and not reached.kept  # autograd has its own error for a graph that is gone
         reached.kept = _graph_is_kept()
-        if reached.generation is not None and not finished and reached is not self.forwarding:
+        if reached.generation is not None and not finished and reached is not self.training.forwarding:
             for generation in reached.generations:
                 generation.match_again()
             running.placements.append(place(reached.generation))
@@ -175,26 +155,26 @@ class Backward:
 
     def _may_reduce_early(self, reached: Pass) -> bool:
         """Whether a gradient that arrived is complete: not while other forwards or wrappers may add to it."""
-        if self.shared or reached is self.forwarding or not reached.watched:
+        if self.shared or reached is self.training.forwarding or not reached.watched:
             return False
         previous = self.previous()
-        if previous is not None and any(p.pending for p in previous.passes):
+        if previous is not None and any(p.pending for p in previous.training.passes):
             return False
-        return all(p is reached or p.sync or not p.pending for p in self.passes)
+        return all(p is reached or p.sync or not p.pending for p in self.training.passes)
 
     def _several_casts(self, reached: Pass) -> bool:
         """Whether graphs that wait, which the backward may go through too, hold leaves of other casts."""
-        waiting = [p for p in self.passes if p is not reached and p.pending]
+        waiting = [p for p in self.training.passes if p is not reached and p.pending]
         return bool(reached.earlier) or any(p.earlier or p.generation is not reached.generation for p in waiting)
 
     def _finish(self, running: _Running) -> None:
-        if self._running is not running:
+        if self.training.running is not running:
             return
         try:
             touched = self.reducer.gradients.fires > 0
             if touched:
                 for reached in running.passes:
-                    if reached is not self.forwarding:
+                    if reached is not self.training.forwarding:
                         reached.finish()
             self._put_away(running)
             with span("ddp_mp::finish"):
@@ -207,7 +187,7 @@ class Backward:
         except BaseException:
             self.fail()
             raise
-        self._running = None
+        self.training.running = None
 
     def _put_away(self, running: _Running) -> None:
         with span("ddp_mp::restore"):
@@ -225,7 +205,7 @@ class Backward:
         for done in (*running.passes, running.hidden):
             if done is not None:
                 done.sync = done.sync and not complete
-        self.passes = [p for p in self.passes if p.pending]
+        self.training.passes = [p for p in self.training.passes if p.pending]
 
     def _warn_when_uncast(self, running: _Running) -> None:
         if not self.pool.rows and self.pool.dtype is not None and running.passes[0].watched and not self._warned:
@@ -239,12 +219,12 @@ class Backward:
 
     def fail(self) -> None:
         """Leaves are taken back and hold no gradient; what masters have in ``.grad`` stays."""
-        running, self._running = self._running, None
+        running, self.training.running = self.training.running, None
         if running is None:
             return
         logger.debug("a backward failed: what it has left on leaves is dropped")
         for reached in running.passes:
-            reached.done = reached.done or reached is not self.forwarding
+            reached.done = reached.done or reached is not self.training.forwarding
         try:
             self._put_away(running)
         finally:
@@ -255,7 +235,7 @@ class Backward:
 
         Python may find out anywhere, also in the middle of our own work, which sees to it then.
         """
-        if self._running is None:
+        if self.training.running is None:
             self.pool.free_unused()
 
     def error(self) -> None:
@@ -289,5 +269,5 @@ class _End:
 
     def __del__(self) -> None:
         owner = self._owner()
-        if owner is not None and owner._running is self._running:
+        if owner is not None and owner.training.running is self._running:
             owner.fail()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 import weakref
 from collections import defaultdict, deque
 from typing import Any
@@ -79,10 +78,10 @@ def group_store(group: Any) -> dist.Store | None:
     return None if "fake" in backend else store
 
 
-def require_own_call(ddp: DistributedDataParallel | None, module: nn.Module) -> None:
-    """RuntimeError where another wrapper calls the module: gradients arrive on leaves, which its reducer does not know."""
-    caller = DistributedDataParallel._active_ddp_module
-    if caller is None or caller is ddp or caller.__dict__["_modules"]["module"] is not module or not torch.is_grad_enabled():
+def require_own_call(caller: DistributedDataParallel, module: nn.Module) -> None:
+    """RuntimeError where another wrapper than the patched one calls the module: gradients arrive on leaves, which its reducer
+    does not know."""
+    if caller.__dict__["_modules"]["module"] is not module or not torch.is_grad_enabled():
         return
     raise RuntimeError(
         "ddp_mp: this module is patched through another DistributedDataParallel than the one that was called, which would "
@@ -109,10 +108,10 @@ def builtin_hook(kind: Any) -> Any:
     return hooks[kind]
 
 
-def strip(ddp: Any) -> LoggerStandIn:
+def strip(ddp: Any) -> tuple[dict[str, str], dict[str, int]]:
     """Takes PyTorch's mixed precision and its reducer off the wrapper, masters in place.
 
-    Returns the stand-in for the wrapper's logger; the caller puts a reducer in place.
+    Returns what the wrapper's logger last said; the caller puts a reducer and a logger in place.
     """
     restore_masters(ddp)
     remove_hooks(ddp, upstream.DistributedDataParallel._root_copy_hook)
@@ -124,7 +123,7 @@ def strip(ddp: Any) -> LoggerStandIn:
         ddp.__dict__.pop(name, None)
     ddp._remove_autograd_hooks()
     data = ddp.logger._get_ddp_logging_data() if ddp.logger is not None else None
-    return LoggerStandIn(dict(data.strs_map), dict(data.ints_map)) if data is not None else LoggerStandIn({}, {})
+    return (dict(data.strs_map), dict(data.ints_map)) if data is not None else ({}, {})
 
 
 def mark_accumulators(ddp: DistributedDataParallel) -> list[nn.Parameter]:
@@ -243,29 +242,3 @@ class Overrides:
     @property
     def names(self) -> list[str]:
         return list(self._names)
-
-
-class LoggerStandIn:
-    """The calls that ``DistributedDataParallel`` makes to its logger, over what PyTorch's logger last said."""
-
-    def __init__(self, strs_map: dict[str, str], ints_map: dict[str, int]) -> None:
-        self._strs, self._ints = dict(strs_map), dict(ints_map)
-
-    def set_runtime_stats_and_log(self) -> None:
-        """Nothing is sampled."""
-
-    def set_error_and_log(self, message: str) -> None:
-        self._strs["error"] = message
-        self._ints["has_error"] = 1
-
-    def _set_comm_hook_name(self, name: str) -> None:
-        self._strs["comm_hook"] = name
-
-    def _set_static_graph(self) -> None:
-        self._ints["static_graph"] = 1
-
-    def _set_uneven_input_join(self) -> None:
-        self._ints["join_uneven_inputs"] = 1
-
-    def _get_ddp_logging_data(self) -> Any:
-        return types.SimpleNamespace(strs_map=dict(self._strs), ints_map=dict(self._ints))

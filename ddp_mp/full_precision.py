@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from .leaves import Region
 from .options import FLOATING, Options
 from .parameters import Managed
+from .step import Region
 from .tensors import cast_tensors
 
 Entry = type[nn.Module] | str
@@ -93,16 +93,6 @@ class FullPrecisionModules:
     def outermost(self) -> list[_Member]:
         """The modules that have a border."""
         return [member for member in self._inside.values() if member.outermost]
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """The modules that carry hooks of ours."""
-        return [member.module for member in self.outermost] if self._handles else []
-
-    @property
-    def hook_ids(self) -> set[int]:
-        """Keys of our hooks in the modules' hook dictionaries."""
-        return {handle.id for handle in self._handles}
 
     def module_ids(self) -> list[int]:
         """``id`` of every module with a border."""

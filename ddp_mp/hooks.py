@@ -6,7 +6,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from threading import get_ident
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
@@ -89,6 +88,16 @@ def span(name: str) -> AbstractContextManager[Any]:
     return record_function(name) if profiling() else _NOTHING
 
 
+def in_range(name: str, function: Callable[P, R]) -> Callable[P, R]:
+    """The function in a range of the trace, as :func:`span` makes one: where a profiler is known to run."""
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with record_function(name):
+            return function(*args, **kwargs)
+
+    return call
+
+
 # --- callers -----------------------------------------------------------------------------------------------------------------
 
 
@@ -104,30 +113,3 @@ def is_called(module: nn.Module) -> bool:
     """Whether a call of the module is under way in this thread."""
     calls = (frame for frame in callers() if frame.f_code.co_name == "_call_impl")
     return any(frame.f_locals.get("self") is module for frame in calls)
-
-
-def module_call(frame: FrameType) -> FrameType:
-    """The frame of ``nn.Module.__call__`` that runs a hook, which lasts as long as the call."""
-    found: FrameType | None = frame
-    while found is not None and found.f_code.co_name != "_call_impl":
-        found = found.f_back
-    return found or frame
-
-
-class CallFrame:
-    """The frame of a module's call: says whether the call is under way, also where an interrupt kept hooks from running."""
-
-    __slots__ = ("frame", "thread")
-
-    def __init__(self, frame: FrameType) -> None:
-        self.frame, self.thread = frame, get_ident()
-
-    def is_over(self) -> bool:
-        """Whether the call has ended, in whatever thread.  Python can clear a frame only when it has."""
-        if self.frame.f_code.co_name != "_call_impl":
-            return False  # not that of the call, which a compiler may have taken apart: the call says when it ends
-        try:
-            self.frame.clear()
-        except RuntimeError:
-            return False
-        return True

@@ -11,9 +11,9 @@ forwards with different weights wait for their backwards.
 from __future__ import annotations
 
 import contextlib
-import copy
+import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from sys import getrefcount
 from typing import Any
 
@@ -22,202 +22,15 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from . import _C
-from .hooks import span
+from .casts import Fallback, Group, ReplacedError, summed_counters
+from .hooks import in_range, profiling
 from .log import logger
 from .options import Options
 from .parameters import Managed, dense
 
-DTYPE_NAME = {
-    torch.float64: "float64",
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-}
-
-
-class ReplacedError(Exception):
-    """A module holds another parameter object than the plan knows: the plan must be built again."""
-
-
-class Region:
-    """Whether the module computes in low precision now: for hooks that torch.compile looks into, a plain attribute."""
-
-    def __init__(self) -> None:
-        self.low = False
-
-
-# --- memory ------------------------------------------------------------------------------------------------------------------
-
-
-class _Arenas:
-    """The memory of one generation on one device: an arena per bucket of casts, and a view of it per parameter.
-
-    Users may keep aliases of a leaf (``module.weight.data``), so that memory is only given back while nobody but this object
-    refers to it, and is otherwise left to those who do.
-    """
-
-    def __init__(self, rows: Sequence[Managed], engine: _C.Engine, dtype: torch.dtype, device: torch.device) -> None:
-        self.bytes = [nbytes for _, _, nbytes in engine.buckets]
-        self.arenas = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in self.bytes]
-        self.leaves = [
-            _leaf_of(row.master, _view_like(row.master, self.arenas[bucket], offset, dtype))
-            for row, (bucket, offset) in zip(rows, engine.rows, strict=True)
-        ]
-        self.places = [(self.arenas[bucket], offset) for bucket, offset in engine.rows]
-        storages = [arena.untyped_storage() for arena in self.arenas]
-        # bound and looked up once: both are used in every step
-        self._storages = storages
-        self._resize = [(storage.resize_, nbytes) for storage, nbytes in zip(storages, self.bytes, strict=True)]
-        self._owners = [(storage._cdata, torch._C._storage_Use_Count(storage._cdata)) for storage in storages]
-        self._references = list(map(getrefcount, storages))
-        self._on_host = device.type == "cpu"
-        self.allocated = True
-
-    def allocate(self) -> None:
-        if not self.allocated:
-            for resize, nbytes in self._resize:
-                resize(nbytes)
-            self.allocated = True
-
-    def release(self) -> bool:
-        """Frees the memory and returns True, or returns False when somebody else still refers to some of it."""
-        if list(map(getrefcount, self._storages)) != self._references:
-            return False  # untyped_storage() of a leaf gives this very object, which counts as one owner
-        for storage, (address, owners) in zip(self._storages, self._owners, strict=True):
-            if torch._C._storage_Use_Count(address) != owners or not storage.resizable():
-                return False  # resizable: numpy, for one, marks memory that it looked at
-            if self._on_host and storage.is_shared():
-                return False  # another process may map it
-        self.allocated = False  # first: an interrupt may leave some of it freed, and the next use then allocates all
-        for resize, _ in self._resize:
-            resize(0)
-        return True
-
-
-def _view_like(master: torch.Tensor, arena: torch.Tensor, offset: int, dtype: torch.dtype) -> torch.Tensor:
-    """The part of ``arena`` at ``offset`` bytes, with the type ``dtype`` and the shape and strides of ``master``."""
-    nbytes = master.numel() * dtype.itemsize
-    flat = arena[offset : offset + nbytes].view(dtype)
-    return flat.as_strided(master.shape, master.stride())
-
-
-def _leaf_of(master: nn.Parameter, memory: torch.Tensor) -> nn.Parameter:
-    """A new leaf over ``memory``: with a version counter of its own, and what the user has set on the master.
-
-    A copy or a pickle of a leaf, as of a module inside its forward, is one of its master.
-    """
-    leaf = nn.Parameter(memory.data)
-    leaf.__dict__.update(master.__dict__)
-    leaf.__dict__["__deepcopy__"] = lambda memo: copy.deepcopy(master, memo)
-    leaf.__dict__["__reduce_ex__"] = lambda protocol: master.__reduce_ex__(protocol)
-    return leaf
-
-
-# --- casts -------------------------------------------------------------------------------------------------------------------
-
-
-def new_engine(rows: Sequence[Managed], dtype: torch.dtype, options: Options) -> _C.Engine:
-    """The engine of one device's parameters, in the order of ``rows``; not bound to masters and leaves yet."""
-    return _C.Engine(
-        [row.master for row in rows],
-        [row.name for row in rows],
-        [(site.parameters, site.key, index) for index, row in enumerate(rows) for site in row.sites],
-        DTYPE_NAME[dtype],
-        options.first_bucket_bytes,
-        options.bucket_bytes,
-    )
-
-
-def summed_counters(engines: Iterable[_C.Engine]) -> dict[str, int]:
-    """Sums of the engines' counters."""
-    total: dict[str, int] = {}
-    for engine in engines:
-        for key, value in engine.counters().items():
-            total[key] = total.get(key, 0) + value
-    return total
-
-
-def require_shape(name: str, expected: torch.Size, found: torch.Size) -> None:
-    """Raises ValueError where a parameter has another shape than DistributedDataParallel was built with."""
-    if found != expected:
-        raise ValueError(
-            f"parameter {name!r}: expected shape {tuple(expected)}, found {tuple(found)}; "
-            "DistributedDataParallel cannot take another shape: wrap the module again"
-        )
-
-
-class Group:
-    """The parameters of one device that the engine can read."""
-
-    def __init__(self, rows: list[Managed], dtype: torch.dtype, options: Options) -> None:
-        self.rows, self.dtype = rows, dtype
-        self.device = rows[0].master.device
-        self.seen = [_facts(row.master) for row in rows]
-        self.engine = new_engine(rows, dtype, options)
-        self.bound: _Arenas | None = None
-
-    def new_arenas(self) -> _Arenas:
-        for row, (shape, *_) in zip(self.rows, self.seen, strict=True):
-            require_shape(row.name, shape, row.master.shape)
-        if [_facts(row.master) for row in self.rows] != self.seen:
-            raise ReplacedError  # converted since the plan was built: another type, layout or device
-        return _Arenas(self.rows, self.engine, self.dtype, self.device)
-
-    def cast(self, arenas: _Arenas) -> bool:
-        """Casts the masters into these arenas; returns whether masters were found at another address.
-
-        Raises ReplacedError when the plan must be built anew, ValueError by name for a parameter of another shape.
-        """
-        arenas.allocate()
-        if self.bound is not arenas:
-            self.bound = None
-            if [_facts(row.master) for row in self.rows] != self.seen:
-                raise ReplacedError  # another type or layout since the plan was built
-            self.engine.bind([row.master for row in self.rows], arenas.leaves, arenas.arenas)
-            self.bound = arenas
-        status = self.engine.check_and_cast()
-        moved = status == _C.MOVED
-        if moved:
-            self._take_up(self.engine.moved())
-            status = self.engine.check_and_cast()
-        if status != _C.UNCHANGED:
-            raise ReplacedError
-        return moved
-
-    def _take_up(self, moved: list[int]) -> None:
-        for index in moved:
-            require_shape(self.rows[index].name, self.seen[index][0], self.rows[index].master.shape)
-        if any(_facts(self.rows[index].master) != self.seen[index] for index in moved):
-            raise ReplacedError  # another type, layout or device
-        for index in moved:
-            self.engine.rebind_master(index, self.rows[index].master)
-
-
-def _facts(master: torch.Tensor) -> tuple[torch.Size, torch.dtype, tuple[int, ...], torch.device]:
-    return master.shape, master.dtype, master.stride(), master.device
-
-
-class _Fallback:
-    """Parameters that the engine cannot read (gapped memory, tensor subclasses): cast by PyTorch, one by one."""
-
-    def __init__(self, rows: list[Managed], dtype: torch.dtype) -> None:
-        self.rows, self.dtype = rows, dtype
-        self.shapes = [row.master.shape for row in rows]
-        self.casts = 0
-
-    def new_leaves(self) -> list[nn.Parameter]:
-        return [_leaf_of(row.master, row.master.data.to(self.dtype)) for row in self.rows]
-
-    def check(self) -> None:
-        if any(site.parameters.get(site.key) is not row.master for row in self.rows for site in row.sites):
-            raise ReplacedError
-        for row, shape in zip(self.rows, self.shapes, strict=True):
-            require_shape(row.name, shape, row.master.shape)
-
-    def cast(self, leaves: Sequence[nn.Parameter]) -> None:
-        for row, leaf in zip(self.rows, leaves, strict=True):
-            leaf.data.copy_(row.master.data)
-            self.casts += 1
+# The properties themselves: a loop over many parameters then runs in C.
+_dtype: Callable[[torch.Tensor], torch.dtype] = vars(torch._C.TensorBase)["dtype"].__get__
+_requires_grad: Callable[[torch.Tensor], bool] = vars(torch._C.TensorBase)["requires_grad"].__get__
 
 
 def _second_lists(rows: Sequence[Managed]) -> list[weakref.ref[nn.Module]]:
@@ -231,20 +44,29 @@ class Generation:
     Attributes:
         leaves: one per parameter that is cast, in the order of ``LeafPool.rows``.
         passes: forwards whose graphs hold these leaves.
+        allocated: whether the leaves have memory.
         placed: how many placements hold these leaves in the modules' sites now, or have left them for a while.
         rematched: whether a later forward than one of ``passes`` has set ``requires_grad``.
     """
 
     def __init__(self, pool: LeafPool) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            self.arenas = [group.new_arenas() for group in pool.groups]
+            self.parts = [group.new_part() for group in pool.groups]
             self.others = [] if pool.fallback is None else pool.fallback.new_leaves()
-        self.leaves = [leaf for arenas in self.arenas for leaf in arenas.leaves] + self.others
+        self.leaves = [leaf for part in self.parts for leaf in part.leaves] + self.others
         self.rows = pool.rows
+        storages = [arena.untyped_storage() for part in self.parts for arena in part.arenas]
+        sizes = [storage.nbytes() for storage in storages]
+        # bound and looked up once: both are used in every step
+        self._storages = storages
+        self._resize = [(storage.resize_, nbytes) for storage, nbytes in zip(storages, sizes, strict=True)]
+        self._owners = [(storage._cdata, torch._C._storage_Use_Count(storage._cdata)) for storage in storages]
+        self._references = list(map(getrefcount, storages))
+        self.allocated = True
         self.sites = _C.Leaves(
             [row.master for row in pool.rows],
             self.leaves,
-            [place for arenas in self.arenas for place in arenas.places] + [(leaf.data, 0) for leaf in self.others],
+            [place for part in self.parts for place in part.places] + [(leaf.data, 0) for leaf in self.others],
             [row.name for row in pool.rows],
             [(site.module, site.key, index) for index, row in enumerate(pool.rows) for site in row.sites],
         )
@@ -253,7 +75,8 @@ class Generation:
         self.placed = 0
         self.rematched = False
         for row, leaf in zip(pool.rows, self.leaves, strict=True):
-            pool.on_new_leaf(row, leaf)
+            if row.leaf_hook is not None:
+                leaf.register_post_accumulate_grad_hook(row.leaf_hook)
         self.sites.remember()
 
     def pending(self) -> bool:
@@ -261,11 +84,6 @@ class Generation:
         if self.passes:
             self.passes = [p for p in self.passes if p.pending]
         return bool(self.passes)
-
-    def match(self) -> None:
-        """A forward begins: ``requires_grad`` of every leaf becomes its master's."""
-        self.rematched = self.pending()
-        self.sites.match()
 
     def match_again(self) -> None:
         """A backward begins: the master's ``requires_grad`` counts, and not what it was in a forward that came later."""
@@ -281,32 +99,45 @@ class Generation:
             self.rematched = True  # a backward asks the masters again
             self.sites.changed()  # so that this is not taken for the module's own doing
 
-    @property
-    def allocated(self) -> bool:
-        return all(arenas.allocated for arenas in self.arenas)
+    def allocate(self) -> None:
+        """The leaves have memory."""
+        for resize, nbytes in self._resize:
+            resize(nbytes)
+        self.allocated = True
+
+    def release(self) -> bool:
+        """Frees the memory and returns True, or returns False when somebody else still refers to some of it.
+
+        Users may keep aliases of a leaf (``module.weight.data``), so that memory is only given back while nobody but this
+        object refers to it, and is otherwise left to those who do.
+        """
+        if list(map(getrefcount, self._storages)) != self._references:
+            return False  # untyped_storage() of a leaf gives this very object, which counts as one owner
+        for storage, (address, owners) in zip(self._storages, self._owners, strict=True):
+            if torch._C._storage_Use_Count(address) != owners or not storage.resizable():
+                return False  # resizable: numpy, for one, marks memory that it looked at
+            if storage.device.type == "cpu" and storage.is_shared():
+                return False  # another process may map it
+        self.allocated = False  # first: an interrupt may leave some of it freed, and the next use then allocates all
+        for resize, _ in self._resize:
+            resize(0)
+        return True
 
     @property
     def nbytes(self) -> int:
         """Bytes of low-precision memory held now."""
-        return sum(sum(arenas.bytes) for arenas in self.arenas if arenas.allocated)
+        return sum(nbytes for _, nbytes in self._resize) if self.allocated else 0
 
 
 class LeafPool:
     """All leaves of one plan: casts masters into a generation that no graph needs, and frees what none needs any more.
 
     Args:
-        rows: the parameters of the plan; those that are not cast are left out.
+        rows: the parameters of the plan; those that are not cast have no leaves.
         dtype: the type of leaves; None: nothing is cast.
-        on_new_leaf: called with each new leaf and its parameter.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[Managed],
-        dtype: torch.dtype | None,
-        options: Options,
-        on_new_leaf: Callable[[Managed, nn.Parameter], None],
-    ) -> None:
+    def __init__(self, rows: Sequence[Managed], dtype: torch.dtype | None, options: Options) -> None:
         cast = [r for r in rows if dtype is not None and not r.full and r.floating and r.master.dtype is not dtype]
         readable = [r for r in cast if dense(r.master)]
         by_device: dict[torch.device, list[Managed]] = {}
@@ -316,9 +147,15 @@ class LeafPool:
         self.groups = [Group(g, dtype, options) for g in by_device.values()] if dtype is not None else []
         taken = {id(r) for r in readable}
         left = [r for r in cast if id(r) not in taken]
-        self.fallback = _Fallback(left, dtype) if left and dtype is not None else None
+        self.fallback = Fallback(left, dtype) if left and dtype is not None else None
         self.rows = [row for group in self.groups for row in group.rows] + left
-        self.on_new_leaf = on_new_leaf
+        # parameters of which no engine notices what becomes of them, and those that no gradient is expected for
+        unwatched = [row for row in rows if id(row) not in taken]
+        self._homes = [site.parameters for row in unwatched for site in row.sites]
+        self._keys = [site.key for row in unwatched for site in row.sites]
+        self._held = [row.master for row in unwatched for _ in row.sites]
+        self._dtypes = list(map(_dtype, self._held))
+        self._frozen = [row.master for row in rows if not row.master.requires_grad]
         self.generations: list[Generation] = []
         self._keep = options.reuse_unchanged
         self._ready: Generation | None = None  # promised to hold the masters' values: prefetched, or kept
@@ -335,32 +172,36 @@ class LeafPool:
         """Bytes of low-precision memory held now."""
         return sum(generation.nbytes for generation in self.generations)
 
+    def require_plan(self) -> None:
+        """Raises ReplacedError when the plan must be built anew, as far as no engine sees it: a parameter that was frozen
+        requires grad now, or a module holds another object in the place of one that is not cast, or one of another type."""
+        if any(map(_requires_grad, self._frozen)):
+            raise ReplacedError("require grad now")
+        same = all(map(operator.is_, map(dict.get, self._homes, self._keys), self._held))
+        if not same or list(map(_dtype, self._held)) != self._dtypes:
+            raise ReplacedError
+
     def place_present(self) -> Placement:
         """Places leaves that hold the masters' present values.
 
-        Raises ReplacedError when the plan must be built anew, ValueError by name for a parameter of another shape.
+        Raises ReplacedError when an engine sees that the plan must be built anew, ValueError by name for a parameter of another
+        shape.
         """
         self._busy = True
         try:
-            return place(self._present())
+            ready, self._ready = self._ready, None
+            if ready is not None and ready.allocated and self._unwritten() and not _written(ready):
+                self.reused += 1
+                generation = self._latest = ready
+            else:
+                generation = self._cast()
+            if self._keep:
+                self._ready = generation
+            generation.rematched = bool(generation.passes) and generation.pending()
+            generation.sites.match()
+            return place(generation)
         finally:
             self._busy = False
-
-    def _present(self) -> Generation:
-        if self.fallback is not None:
-            self.fallback.check()
-        ready, self._ready = self._ready, None
-        if ready is not None and ready.allocated and self._unwritten() and not _written(ready):
-            self.reused += 1
-            generation = self._latest = ready
-        else:
-            generation = self._chosen()
-            self._cast(generation)
-            self.casts += 1
-        if self._keep:
-            self._ready = generation
-        generation.match()
-        return generation
 
     def changed(self) -> None:
         """The masters were written: no promise about leaves holds any more, nor that a cast would find the same values."""
@@ -379,10 +220,7 @@ class LeafPool:
             return
         self._busy = True
         try:
-            generation = self._chosen()
-            self._cast(generation)
-            self._ready = generation
-            self.casts += 1
+            self._ready = self._cast()
         except ReplacedError:
             return  # the next forward builds the plan anew
         except Exception as error:
@@ -407,12 +245,10 @@ class LeafPool:
         for group in self.groups:
             group.engine.wait()  # the casts may be under way on their own stream, as after prefetch()
         _bump(generation)
-        for arenas in generation.arenas:
-            if arenas.allocated and not arenas.release():
-                logger.debug("leaves are left to those who refer to them; the next forward allocates new ones")
-                if generation in self.generations:
-                    self.generations.remove(generation)
-                return
+        if not generation.release():
+            logger.debug("leaves are left to those who refer to them; the next forward allocates new ones")
+            if generation in self.generations:
+                self.generations.remove(generation)
 
     def free_unused(self) -> None:
         """Frees all that no graph needs."""
@@ -448,8 +284,11 @@ class LeafPool:
 
     def _chosen(self) -> Generation:
         """Leaves to cast into: the latest while the cast does not change their values, or of no graph, or new ones."""
-        latest = self._latest
-        free = next((g for g in self.generations if not g.placed and not g.pending()), None)
+        latest, free = self._latest, None
+        for generation in self.generations:
+            if not generation.placed and not (generation.passes and generation.pending()):
+                free = generation
+                break
         if latest is not None and latest is not free and self._unwritten() and not _written(latest):
             return latest
         if free is not None:
@@ -461,19 +300,35 @@ class LeafPool:
         self.generations.append(generation)
         return generation
 
-    def _cast(self, generation: Generation) -> None:
+    def _cast(self) -> Generation:
+        """Casts the masters into leaves, which are returned."""
+        generation = self._chosen()
         self.moved = False
         self._latest = None
-        if generation.allocated and not (generation.placed or generation.pending()):
+        if not generation.allocated:
+            generation.allocate()
+        elif not (generation.placed or generation.pending()):
             _bump(generation)
-        with span("ddp_mp::cast"):
-            for group, arenas in zip(self.groups, generation.arenas, strict=True):
-                self.moved |= group.cast(arenas)
-                if self._remembers:
-                    group.engine.remember()
-            if self.fallback is not None:
-                self.fallback.cast(generation.others)
+        if profiling():
+            in_range("ddp_mp::cast", self._launch)(generation)
+        else:
+            self._launch(generation)
         self._latest = generation
+        self.casts += 1
+        return generation
+
+    def _launch(self, generation: Generation) -> None:
+        for group, part in zip(self.groups, generation.parts, strict=True):
+            if group.bound is not part:
+                group.bind(part)
+            status = group.engine.check_and_cast()
+            if status != _C.UNCHANGED:
+                group.cast_moved(status)
+                self.moved = True
+            if self._remembers:
+                group.engine.remember()
+        if self.fallback is not None:
+            self.fallback.cast(generation.others)
 
     def _settle(self) -> None:
         """Casts that a failure left under way are over: nobody is to be told of them, and their memory may be given back."""
@@ -526,7 +381,8 @@ def _put(placement: Placement) -> None:
             other.crossed = True
         _store(generation, None)
     _active.append(placement)
-    _keep_in_step(generation)
+    if generation.rnns:
+        _keep_in_step(generation)
 
 
 def take_back(placement: Placement) -> None:
@@ -544,7 +400,8 @@ def take_back(placement: Placement) -> None:
         for other in _active:
             if other.crossed:
                 _store(other.generation, own)
-    _keep_in_step(generation)
+    if generation.rnns:
+        _keep_in_step(generation)
 
 
 def uncover(placements: Sequence[Placement]) -> Callable[[], None]:

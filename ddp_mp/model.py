@@ -19,18 +19,18 @@ from . import ddp as native
 from .autocast import LOW
 from .buckets import LooseBucket
 from .comm import Communicator
-from .ddp_reducer import ReducerStandIn
+from .ddp_reducer import LoggerStandIn, ReducerStandIn
 from .forward import Forward
 from .full_precision import FullPrecisionModules
-from .guards import Guards, optimizer_steps
+from .guards import Guards, everywhere, held_by
 from .hooks import weakly
 from .inputs import inputs
-from .leaves import Region
 from .log import logger
 from .options import Options
 from .parameters import managed_parameters
 from .plan import Plan
 from .stand_ins import stand_ins
+from .step import Region
 
 
 class PatchedModel:
@@ -41,35 +41,25 @@ class PatchedModel:
 
     def __init__(self, ddp: DistributedDataParallel, precision: _MixedPrecision, options: Options) -> None:
         self.precision, self.options = precision, options
-        self._ddp = weakref.ref(ddp)
+        self.wrapper = weakref.ref(ddp)
         # weakly: a graph keeps this object, and a module may keep an output: a cycle that nobody would see
         self._module: weakref.ref[nn.Module] = weakref.ref(ddp.module)
         self.comm = Communicator(ddp.process_group)
         self.built_with: _MixedPrecision | None = None  # what the wrapper's constructor was given
-        self.overrides = native.Overrides(ddp)
+        self.overrides: native.Overrides
         self.dirty = False  # something was registered inside the module, or a state dict was loaded
         self.rebuilds = 0
         self._warned = False  # of masters that are low precision
-        self.static_graph = ddp.static_graph
         self.region = Region()
         self.plan = self._new_plan(ddp)
-        self.forward = Forward(
-            ddp.module, weakly(self._prepare, None), weakly(self._itself, None), precision.param_dtype, options
-        )
-        self.guards = Guards(ddp.module, weakly(self.written, None), weakly(self._hook_ids, set()))
-        optimizer_steps.add(self)
+        self.forward = Forward(self)
+        self.guards = Guards(ddp.module, self, weakly(self.written, None))
+        everywhere.add(self)
         inputs.watch(self)
         stand_ins.watch(self)
         _tell_shared()
 
     # --- state that others ask for -----------------------------------------------------------------------------------
-
-    def wrapper(self) -> DistributedDataParallel | None:
-        """The wrapper, while it lives."""
-        return self._ddp()
-
-    def _itself(self) -> PatchedModel:
-        return self
 
     @property
     def root(self) -> nn.Module:
@@ -82,48 +72,31 @@ class PatchedModel:
         """Whether this is the wrapped module, which may be gone while a graph keeps the rest."""
         return self._module() is module
 
-    needs_exposing = False
-
     @property
     def under_way(self) -> str:
         """``backward`` or ``forward`` while one is under way, in whatever thread; empty between them."""
         self.plan.backward.drop_dead()
-        if self.plan.backward.running:
+        if self.plan.training.running is not None:
             return "backward"
         return "forward" if self.forward.under_way else ""
-
-    @property
-    def watches_steps(self) -> bool:
-        """Whether anything depends on knowing of optimizer steps."""
-        return self.options.prefetch or self.options.reuse_unchanged or self.forward.under_way
-
-    @property
-    def parameter_ids(self) -> set[int]:
-        """``id`` of every managed parameter."""
-        return self.plan.ids
-
-    def casts(self, param: torch.Tensor) -> bool:
-        """Whether a leaf stands for the parameter."""
-        return any(row.master is param for row in self.plan.pool.rows)
 
     def leaves_of(self, master: torch.Tensor) -> list[nn.Parameter]:
         """Every leaf that stands for a master in a graph that may still have a backward."""
         return self.plan.leaves_of(master)
 
-    @property
-    def trained_ids(self) -> set[int]:
-        """``id`` of every parameter that gets a gradient."""
-        return {id(row.master) for row in self.plan.rows if row.master.requires_grad}
-
-    def maybe_stepped(self) -> None:
-        """Some optimizer wrote something: a cast may find other values than the last one."""
-        self.plan.pool.maybe_written()
-
-    def stepped(self, covered: bool) -> None:
-        """An optimizer wrote masters; ``covered``: all that are trained."""
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Some optimizer has stepped, and may have written masters."""
+        self.plan.pool.maybe_written()  # a fused optimizer counts no version
+        if not (self.forward.calls or self.options.prefetch or self.options.reuse_unchanged):
+            return
+        held = held_by(optimizer)
+        if held.isdisjoint(self.plan.ids):
+            return
         self.masters_changed()
-        self.forward.masters_stepped()
-        if covered and self.options.prefetch and not self.under_way:
+        self.forward.drop_dead()
+        self.forward.show_masters()()
+        trained = {id(row.master) for row in self.plan.rows if row.master.requires_grad}
+        if self.options.prefetch and trained <= held and not self.under_way:
             self.plan.pool.prefetch()
 
     def full_precision(self) -> Callable[[], None]:
@@ -144,27 +117,27 @@ class PatchedModel:
         self.plan.pool.changed()
 
     def written(self) -> None:
-        """The masters are about to be written."""
+        """The masters are about to be written, or something is registered inside the module."""
         self.masters_changed()
         self.dirty = True
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
-    def stand_in(self, ddp: Any, logger: native.LoggerStandIn) -> None:
-        """Takes the place of the wrapper's reducer and logger."""
-        ddp.logger = logger
-        ddp.reducer = ReducerStandIn(weakly(self._present_plan, self.plan), self.comm, weakly(self._settings, (False, False)))
+    def stand_in(self, ddp: Any, logged: tuple[dict[str, str], dict[str, int]]) -> None:
+        """Takes the place of the wrapper's reducer and of its logger, which last said ``logged``."""
+        ddp.logger = LoggerStandIn(*logged)
+        ddp.reducer = ReducerStandIn(self, bool(ddp.static_graph))
 
     def tell_ranks(self) -> None:
         """Tells the other ranks what this one has now; they are to compare it before the next reduction."""
-        ddp = self._ddp()
+        ddp = self.wrapper()
         if ddp is None:
             return
         changed = agreement.say(ddp, self.comm.process_group, self._description(ddp))
         self.comm.unsettled = weakly(self._compare_ranks, None) if changed else None
 
     def _compare_ranks(self) -> None:
-        ddp = self._ddp()
+        ddp = self.wrapper()
         if ddp is not None:
             agreement.compare(ddp, self.comm.process_group, self._description(ddp), self.options.agree_seconds)
 
@@ -176,33 +149,19 @@ class PatchedModel:
         }
 
     def detach(self) -> None:
-        """Nothing of ours is left on the module or its parameters."""
-        self.plan.backward.abandon()
-        self.forward.detach()
-        self.plan.detach()
-        self.guards.detach()
-        optimizer_steps.remove(self)
+        """Nothing of ours is left on the module or its parameters, however much of this object was built."""
+        for part in ("forward", "plan", "guards"):
+            if part in self.__dict__:
+                getattr(self, part).detach()
+        everywhere.remove(self)
         inputs.forget(self)
         stand_ins.forget(self)
         _tell_shared()
 
     def __del__(self) -> None:
         """The wrapper is gone: the module is an ordinary one again."""
-        if hasattr(self, "guards") and not sys.is_finalizing():
+        if not sys.is_finalizing():
             self.detach()
-
-    def _present_plan(self) -> Plan:
-        return self.plan
-
-    def _settings(self) -> tuple[bool, bool]:
-        """(whether parameters may be unused, whether the graph is static)."""
-        ddp = self._ddp()
-        if ddp is not None:
-            self.static_graph = bool(ddp.static_graph)
-        return (ddp is not None and bool(ddp.find_unused_parameters)) or self.static_graph, self.static_graph
-
-    def _hook_ids(self) -> set[int]:
-        return self.forward.hook_ids | self.plan.hook_ids
 
     # --- the plan follows the module ---------------------------------------------------------------------------------
 
@@ -223,27 +182,21 @@ class PatchedModel:
                 stacklevel=6,
             )
 
-    def _prepare(self, replaced: bool) -> Plan | None:
-        """Before a forward: builds the plan anew when the module holds other parameters than it did.
+    def follow(self, what: str = "") -> Plan | None:
+        """The plan for what the module holds now, before a forward.
 
-        Returns None while plain tensors stand in for the parameters (``functional_call``).  Raises RuntimeError where a wrapper
-        that is not patched calls the module.
+        It is a new one where parameters did something, which ``what`` says, or where something was registered in the module
+        that the plan does not know.  None while plain tensors stand in for the parameters (``functional_call``).
         """
-        plan = self.plan
-        native.require_own_call(self._ddp(), self.root)
-        thawed = plan.thawed()
-        replaced = replaced or plan.replaced()
-        if not (replaced or self.dirty or thawed or plan.added):
-            return plan
-        ddp = self._ddp()
+        plan, ddp = self.plan, self.wrapper()
         if ddp is None or plan.has_stand_ins():
             return None
         rows = managed_parameters(self.root, ddp.parameters_to_ignore)
         added = plan.require_same_model(rows)
         full_modules = FullPrecisionModules(self.root, self.options, self.precision.param_dtype, plan.region)
-        if replaced or thawed or not plan.same_as(full_modules.mark(rows), full_modules):
+        if what or not plan.same_as(full_modules.mark(rows), full_modules):
             self._rebuild(ddp)
-            log_plan(self, f"plan built anew, as parameters {'require grad now' if thawed else 'were replaced'}, for")
+            log_plan(self, f"plan built anew, as parameters {what or 'were replaced'}, for")
         self.plan.added = added
         self.dirty = False
         return self.plan
@@ -261,7 +214,7 @@ class PatchedModel:
 
 def _tell_shared() -> None:
     """Tells plans that train some of the same masters: the next reduces what one leaves in ``.grad``, so that none is early."""
-    plans = [model.plan for model in optimizer_steps.models() if isinstance(model, PatchedModel)]
+    plans = [model.plan for model in everywhere.models()]
     for plan in plans:
         plan.backward.shared = any(other is not plan and not plan.ids.isdisjoint(other.ids) for other in plans)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -45,31 +44,11 @@ class Managed:
     sparse: bool = False  # its gradient is a sparse tensor (nn.Embedding(sparse=True)), unless it is used otherwise too
     full: bool = False  # belongs to a module that stays in full precision: not cast
     own_reduction: bool = False  # its gradient is reduced in its own type, whatever that of others is
+    leaf_hook: Callable[[Any], None] | None = None  # is called when a gradient has arrived on a leaf of it
 
     @property
     def floating(self) -> bool:
         return self.master.dtype in FLOATING
-
-
-# The properties themselves: a loop over many parameters then runs in C.
-_dtype: Callable[[torch.Tensor], torch.dtype] = vars(torch._C.TensorBase)["dtype"].__get__
-
-
-class Unwatched:
-    """The parameters that are not cast, so that no engine notices what becomes of them: looked at before each forward."""
-
-    def __init__(self, rows: Sequence[Managed]) -> None:
-        self._homes = [site.parameters for row in rows for site in row.sites]
-        self._keys = [site.key for row in rows for site in row.sites]
-        self._held = [row.master for row in rows for _ in row.sites]
-        self._params = [row.master for row in rows]
-        self._dtypes = list(map(_dtype, self._params))
-
-    def replaced(self) -> bool:
-        """Whether a module holds another object in a parameter's place, or one has another type."""
-        if not all(map(operator.is_, map(dict.get, self._homes, self._keys), self._held)):
-            return True
-        return list(map(_dtype, self._params)) != self._dtypes
 
 
 def managed_parameters(module: nn.Module, ignored: set[str]) -> list[Managed]:

@@ -13,20 +13,18 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
-from torch.compiler import is_compiling
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from . import agreement
 from . import ddp as native
 from .autocast import LOW
-from .guards import optimizer_steps
+from .guards import owners
 from .hooks import is_called
 from .log import logger
 from .model import PatchedModel, log_plan, model_of
 from .options import Options, kind_of, validate_precision
 from .parameters import cast_buffers
-from .registrations import registrations
 from .root import RootModel, root_of
 
 DDP = TypeVar("DDP", bound=DistributedDataParallel)
@@ -141,7 +139,7 @@ def _patch_all(ddp: DistributedDataParallel, precision: _MixedPrecision, options
     built_with = ddp.__dict__.get("_ddp_mp_built_with", before)
     hook = native.user_hook(ddp)
     marked = native.mark_accumulators(ddp)
-    native_logger = native.strip(ddp)
+    logged = native.strip(ddp)
     model = PatchedModel.__new__(PatchedModel)  # in two steps: what is built of it can be taken away again
     try:
         ddp.mixed_precision = None  # inputs are cast where the module is called, wrapped or not
@@ -150,16 +148,15 @@ def _patch_all(ddp: DistributedDataParallel, precision: _MixedPrecision, options
         # last, as what it rounds cannot be got back
         cast_buffers(ddp.module, ddp.parameters_to_ignore, precision.buffer_dtype, model.plan.full_modules.buffer_ids())
     except BaseException:
-        _dismantle(model)
+        model.detach()
         _equip_again(ddp, before, hook)
         raise
     model.comm.hook = hook
     model.built_with = built_with
     ddp.__dict__["_ddp_mp"] = model
-    model.stand_in(ddp, native_logger)
+    model.stand_in(ddp, logged)
     model.plan.backward.before_patch = native.graph_is_alive(marked)
     _override(ddp, model)
-    registrations.watch(ddp.module, model)
     model.tell_ranks()
     log_plan(model, "patched")
 
@@ -172,11 +169,11 @@ def _taking_over(ddp: DistributedDataParallel) -> Iterator[None]:
     backward of that one is under way.
     """
     # models of another root only share a part
-    owners = [owner for owner in registrations.owners(ddp.module) if owner.is_of(ddp.module) and owner.wrapper() is not ddp]
-    for owner in owners:
+    others = [owner for owner in owners(ddp.module) if owner.is_of(ddp.module) and owner.wrapper() is not ddp]
+    for owner in others:
         _require_idle("ddp_mp.patch", bool(owner.under_way))
     yield
-    for owner in owners:
+    for owner in others:
         _retire(owner)
 
 
@@ -184,26 +181,11 @@ def _retire(owner: PatchedModel) -> None:
     """Another wrapper has taken the module over."""
     other = owner.wrapper()
     if other is None:  # only a graph keeps it
-        _detach(owner)
+        owner.detach()
         return
     logger.info("%s is patched through another wrapper: the earlier one is unpatched", type(other.module).__name__)
     owner.built_with = None  # PyTorch's own hooks on the module would cast a second time
     unpatch(other)
-
-
-def _dismantle(model: PatchedModel) -> None:
-    """Takes away what was built of a model."""
-    for name in ("forward", "plan", "guards"):
-        part = model.__dict__.get(name)
-        if part is not None:
-            part.detach()
-    optimizer_steps.remove(model)
-
-
-def _detach(model: PatchedModel) -> None:
-    """Takes everything of the model off the module, and forgets what is registered there."""
-    model.detach()
-    registrations.forget(model)
 
 
 def _override(ddp: DistributedDataParallel, model: PatchedModel) -> None:
@@ -213,20 +195,7 @@ def _override(ddp: DistributedDataParallel, model: PatchedModel) -> None:
     model.overrides.set("_register_builtin_comm_hook", functools.partial(_register_builtin_comm_hook, model))
     model.overrides.set("_register_fused_optim", _register_fused_optim)
     model.overrides.set("__getstate__", functools.partial(_getstate, model))
-    model.overrides.set("_run_ddp_forward", functools.partial(_run_forward, model))
-
-
-def _run_forward(model: PatchedModel, *inputs: Any, **kwargs: Any) -> Any:
-    """``_run_ddp_forward`` of a patched wrapper: an interrupt, after which PyTorch calls no hook, leaves no leaf in place."""
-    ddp: Any = model.wrapper()
-    if is_compiling():
-        return type(ddp)._run_ddp_forward(ddp, *inputs, **kwargs)
-    try:
-        with contextlib.nullcontext() if model.forward.full_depth else model.plan.around_call():
-            return type(ddp)._run_ddp_forward(ddp, *inputs, **kwargs)
-    except BaseException:
-        model.forward.drop_dead()
-        raise
+    model.overrides.set("_run_ddp_forward", model.forward.run)
 
 
 def _register_comm_hook(model: PatchedModel, state: object, hook: Any) -> None:
@@ -299,7 +268,7 @@ def unpatch(ddp: DDP) -> DDP:
         return given
     _require_idle("ddp_mp.unpatch", bool(model.under_way))
     model.plan.pool.close()  # first: where a device reports an error, the model stays patched
-    _detach(model)
+    model.detach()
     model.overrides.remove()
     del ddp.__dict__["_ddp_mp"]
     agreement.withdraw(ddp)
@@ -377,7 +346,7 @@ def full_precision(module: nn.Module) -> Iterator[None]:
             accurate = ddp(batch)
     """
     present = _patched(module)
-    models = [present] if present is not None else registrations.owners(module) if isinstance(module, nn.Module) else ()
+    models = [present] if present is not None else owners(module) if isinstance(module, nn.Module) else ()
     with contextlib.ExitStack() as stack:
         for model in models:
             if isinstance(model, PatchedModel):

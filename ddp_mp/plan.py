@@ -6,9 +6,7 @@ forwards that were computed with the old one keep it until their backward.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,13 +14,15 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from .autocast import AutocastForward, device_type
 from .backward import Backward
+from .casts import require_shape
 from .comm import Communicator
 from .full_precision import FullPrecisionModules
 from .hooks import weakly
-from .leaves import LeafPool, Region, require_shape
+from .leaves import LeafPool
 from .options import Options
-from .parameters import Managed, Unwatched, managed_parameters
+from .parameters import Managed, managed_parameters
 from .reducer import Reducer
+from .step import Region, Training
 from .waits import Waits
 
 # The property itself: a loop over many frozen parameters then runs in C.
@@ -59,15 +59,13 @@ class Plan:
         for row in self.rows:
             row.own_reduction = row.full and precision.reduce_dtype is None
         self.trained = [row for row in self.rows if row.master.requires_grad]
-        self._frozen = [row.master for row in self.rows if not row.master.requires_grad]
-        self._row_of = {id(row.master): index for index, row in enumerate(self.trained)}
-        self.pool = LeafPool(self.rows, precision.param_dtype, options, weakly(self._hook_leaf, None))
+        self.pool = LeafPool(self.rows, precision.param_dtype, options)
         self.ids = {id(row.master) for row in self.rows}
         self.added: set[int] = set()  # ``id`` of parameters that came after the wrapper was built
         cast = {id(row) for row in self.pool.rows}
-        self._unwatched = Unwatched([row for row in self.rows if id(row) not in cast])
         self.is_cast = [id(row) in cast for row in self.trained]
-        self.backward = Backward(self.pool, self.region)
+        self.training = Training()
+        self.backward = Backward(self.pool, self.training, self.region)
         self.reducer = Reducer(
             self.trained,
             self.is_cast,
@@ -78,47 +76,35 @@ class Plan:
             weakly(self.backward.error, None),
         )
         self.backward.reducer = self.reducer
+        for row in self.rows:  # a frozen one too: it may be trained later in a forward
+            row.leaf_hook = _drop_gradient
+        for index, row in enumerate(self.trained):
+            row.leaf_hook = self.reducer.gradients.hook(index)
         self.waits = Waits(module, self.pool, by_module=options.wait == "module")
         self.full_modules.attach()
-        self._forwards: list[AutocastForward] = []
+        self.autocasts: list[AutocastForward] = []
         if options.autocast and precision.param_dtype is not None:
             full = [AutocastForward(member.module, None, self.region) for member in self.full_modules.outermost]
-            self._forwards = [AutocastForward(module, precision.param_dtype, self.region), *full]
-
-    @property
-    def hook_ids(self) -> set[int]:
-        """Keys of the plan's hooks in the modules' hook dictionaries."""
-        return self.full_modules.hook_ids | self.waits.hook_ids | {forward.hook_id for forward in self._forwards}
+            self.autocasts = [AutocastForward(module, precision.param_dtype, self.region), *full]
 
     def retire(self) -> None:
         """Another plan takes over.  Hooks that hear of gradients stay for forwards that still have their backward."""
         self.waits.detach()
         self.full_modules.detach()
-        for forward in self._forwards:
+        for forward in self.autocasts:
             forward.remove()
-        self._forwards = []
+        self.autocasts = []
 
     def detach(self) -> None:
-        """Nothing of the plan is left on the module or its parameters."""
+        """Nothing of the plan is left on the module or its parameters; a backward of an earlier forward is an error."""
+        self.backward.abandon()
         self.retire()
         self.reducer.detach()
-
-    def around_call(self) -> contextlib.AbstractContextManager[Any]:
-        """What a call of the wrapped module by its wrapper is to run in."""
-        return self._forwards[0].around_call() if self._forwards else contextlib.nullcontext()
 
     @property
     def trains(self) -> bool:
         """Whether any parameter may get a gradient now."""
         return any(map(_requires_grad, (row.master for row in self.trained)))
-
-    def thawed(self) -> bool:
-        """Whether a parameter that was frozen when the plan was built requires grad now."""
-        return any(map(_requires_grad, self._frozen))
-
-    def replaced(self) -> bool:
-        """Whether a module holds another object in the place of a parameter that is not cast, or one has another type."""
-        return self._unwatched.replaced()
 
     def has_stand_ins(self) -> bool:
         """Whether plain tensors stand in for parameters, as ``functional_call`` puts them there."""
@@ -156,12 +142,6 @@ class Plan:
     def leaves_of(self, master: torch.Tensor) -> list[nn.Parameter]:
         """Every leaf that stands for a master in a graph that may still have a backward."""
         return self.pool.leaves_of(master) if id(master) in self.ids else []
-
-    def _hook_leaf(self, row: Managed, leaf: nn.Parameter) -> None:
-        """The hook that hears of a leaf's gradient.  A frozen master's leaf has it too: it may be trained later."""
-        index = self._row_of.get(id(row.master))
-        hook: Any = _drop_gradient if index is None else self.reducer.gradients.hook(index)
-        leaf.register_post_accumulate_grad_hook(hook)
 
 
 def _drop_gradient(leaf: nn.Parameter) -> None:

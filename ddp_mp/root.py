@@ -14,12 +14,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import _C
 from . import ddp as native
-from .guards import Guards, optimizer_steps
+from .casts import new_engine
+from .guards import Guards, held_by
 from .hooks import is_called, weakly
-from .leaves import new_engine
 from .options import Options
 from .parameters import Managed, managed_parameters
 
@@ -36,8 +37,9 @@ class RootModel:
         self._hooked: list[tuple[nn.Module, int, Any]] = []
         self._plan(ddp)
         expose = weakly(self.expose, None)
-        self.guards = Guards(ddp.module, expose, set, read=expose)
-        optimizer_steps.add(self)
+        self.guards = Guards(ddp.module, None, expose, read=expose)
+        self._step_hook = register_optimizer_step_pre_hook(weakly(self._before_step, None))
+        weakref.finalize(self, self._step_hook.remove)
 
     # --- put in place ------------------------------------------------------------------------------------------------
 
@@ -75,7 +77,7 @@ class RootModel:
         for module, key, hook in self._hooked:
             module._forward_pre_hooks[key] = hook
         self.guards.detach()
-        optimizer_steps.remove(self)
+        self._step_hook.remove()
         ddp._submodule_to_event = defaultdict(deque)
         del ddp.__dict__["_ddp_mp_root"]
 
@@ -106,11 +108,6 @@ class RootModel:
     # --- state that others ask for -----------------------------------------------------------------------------------
 
     @property
-    def needs_exposing(self) -> bool:
-        """Whether any parameter is its low-precision copy now."""
-        return any(row.master.dtype is self.precision.param_dtype for row in self.rows)
-
-    @property
     def under_way(self) -> str:
         """``backward`` or ``forward`` while one is under way in this thread; empty between them.
 
@@ -120,24 +117,17 @@ class RootModel:
             return "backward"
         return "forward" if is_called(self._module) else ""
 
-    watches_steps = False
-
-    def maybe_stepped(self) -> None:
-        """Every forward casts anew."""
-
-    def before_step(self) -> None:
-        """An optimizer is about to write the parameters: masters in place."""
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """An optimizer is about to write parameters: masters in place."""
+        low = any(row.master.dtype is self.precision.param_dtype for row in self.rows)
+        if not low or held_by(optimizer).isdisjoint(id(row.master) for row in self.rows):
+            return
         if self.under_way:
             raise RuntimeError(
                 f"ddp_mp: an optimizer stepped inside a {self.under_way} of a model with Options.hooks='root', where its "
                 "parameters are low-precision copies; call optimizer.step() after backward, or ddp_mp.unpatch(ddp) first"
             )
         self.expose()
-
-    @property
-    def parameter_ids(self) -> set[int]:
-        """``id`` of every parameter that is cast."""
-        return {id(row.master) for row in self.rows}
 
     def expose(self) -> None:
         """Masters in place, unless a forward or a backward is under way in this thread."""

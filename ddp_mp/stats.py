@@ -1,11 +1,14 @@
-"""Counters of one patched model."""
+"""Counters of one patched model, and what this build is and what it found on this machine."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from .leaves import summed_counters
+import torch
+
+from . import _C
+from .casts import summed_counters
 from .model import model_of
 from .root import root_of
 
@@ -114,3 +117,17 @@ def _filled(counters: dict[str, int], devices: set[str], **others: int) -> Stats
     engines = {name: counters.get(name, 0) for name in ("launches", "buckets", "bytes_read", "bytes_written", "waits")}
     backend = "+".join("host" if device == "cpu" else device for device in sorted(devices)) or "none"
     return Stats(**others, **engines, host_us=counters.get("host_ns", 0) / 1000, backend=backend)
+
+
+def build_info() -> dict[str, Any]:
+    """What this build is, and what it found on this machine.
+
+    No driver is called: before the first CUDA tensor, ``cuda`` says that CUDA is not used yet.  Any thread may call it.
+
+    The result is a new dictionary in each call.  Of the build it holds ``version``, ``python``, ``compiler``, ``debug``, and
+    ``cuda_image``: the size in bytes of the compiled kernels inside it and of their source, and a note that says how they
+    were compiled or why they were not.  Of the machine it holds ``simd``, the instruction set that casts on the CPU, and
+    ``simd_available``; ``cuda``, which kernels are used or why none are; ``cuda_driver``, the driver's version as CUDA writes
+    it (0: not loaded); and ``torch``, PyTorch's version.
+    """
+    return {**_C.build_info(), "torch": torch.__version__}

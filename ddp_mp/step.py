@@ -15,6 +15,13 @@ from .hooks import leave_alone
 from .leaves import Generation
 
 
+class Region:
+    """Whether the module computes in low precision now: for hooks that torch.compile looks into, a plain attribute."""
+
+    def __init__(self) -> None:
+        self.low = False
+
+
 class Pass:
     """One forward of the wrapped module that was computed with gradients.
 
@@ -28,14 +35,16 @@ class Pass:
         thread: the thread that ran it.
     """
 
-    __slots__ = ("_hook", "abandoned", "done", "earlier", "generation", "kept", "sync", "thread")
+    __slots__ = ("abandoned", "done", "earlier", "generation", "hook", "kept", "sync", "thread")
 
     def __init__(self, generation: Generation | None, earlier: Sequence[Generation] = ()) -> None:
         self.generation, self.earlier = generation, earlier
         self.sync = self.done = self.kept = self.abandoned = False
         self.thread = get_ident()
-        self._hook: weakref.ref[OutputHook] | None = None
-        for held in self.generations:
+        self.hook: weakref.ref[OutputHook] | None = None
+        if generation is not None:
+            generation.passes.append(self)
+        for held in earlier:
             held.passes.append(self)
 
     @property
@@ -48,12 +57,12 @@ class Pass:
         """Whether a backward may still come: none has, or one that kept the graph, and the graph (or an output) is alive."""
         if self.done and not self.kept:
             return False
-        return self._hook is None or self._hook() is not None
+        return self.hook is None or self.hook() is not None
 
     @property
     def watched(self) -> bool:
         """Whether the end of its graph can be seen."""
-        return self._hook is not None
+        return self.hook is not None
 
     def watch(
         self,
@@ -68,14 +77,14 @@ class Pass:
         wrapper may be a temporary that is gone when its backward comes.
         """
         hook = OutputHook(self, on_backward, keep)
-        self._hook = weakref.ref(hook, on_dead)
+        self.hook = weakref.ref(hook, on_dead)
         for tensor in outputs:
             _put(hook, tensor)
 
     def finish(self) -> None:
         """A backward went through it."""
         self.done = True
-        hook = self._hook() if self._hook is not None else None
+        hook = self.hook() if self.hook is not None else None
         if hook is not None and not self.kept:
             hook.keep = None
 
@@ -88,6 +97,41 @@ def _put(hook: OutputHook, tensor: Any) -> None:
         node._register_hook_dict(tensor)
     else:
         tensor.register_hook(hook)
+
+
+class Training:
+    """Where the training of one plan stands.
+
+    Attributes:
+        passes: forwards that a backward may still come for, the oldest first.
+        ended: the forward that ended last, unless a synchronised one has begun since then.
+        forwarding: stands for a forward under way, which a backward inside it belongs to.
+        running: the backward under way, which :mod:`ddp_mp.backward` follows.
+        on_backward: called with a forward when a backward reaches its outputs.
+        on_dead: called when the graph of a forward, and its outputs, are gone.
+    """
+
+    __slots__ = ("ended", "forwarding", "on_backward", "on_dead", "passes", "running")
+
+    def __init__(self) -> None:
+        self.passes: list[Pass] = []
+        self.ended: Pass | None = None
+        self.forwarding: Pass | None = None
+        self.running: Any = None
+        self.on_backward: Callable[[Pass], None]
+        self.on_dead: Callable[[object], None]
+
+    def add(self, new: Pass, outputs: list[torch.Tensor], keep: object) -> None:
+        """A forward with gradients ended with these outputs (those that require grad)."""
+        # a forward without a known output cannot be seen to die: the next forward takes its place
+        for earlier in self.passes:
+            if earlier.hook is None:
+                earlier.finish()
+        self.passes = [p for p in self.passes if p.pending]
+        if outputs:
+            new.watch(outputs, self.on_backward, self.on_dead, keep)
+        self.passes.append(new)
+        self.ended = new
 
 
 class OutputHook:

@@ -136,7 +136,7 @@ def check_order(place: torch.device) -> str:
     """Casts read what was written before them, are waited for, and are over before the masters are written again."""
     module = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)]).to(place)
     options = Options(first_bucket_mb=0.1, bucket_mb=0.1)
-    pool = LeafPool(managed_parameters(module, set()), torch.bfloat16, options, lambda row, leaf: None)
+    pool = LeafPool(managed_parameters(module, set()), torch.bfloat16, options)
     rounds = 20
     with torch.no_grad(), _streams(place) as on_streams:
         for number in range(rounds):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..info import build_info
+from ..stats import build_info
 from .command import Parser
 
 

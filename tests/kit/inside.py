@@ -5,7 +5,7 @@ The one exception is `cuda/test_cuda_streams.py`, whose programs run without PyT
 
 from __future__ import annotations
 
-from ddp_mp import _C, agreement, guards, installing, leaves, registrations, versions
+from ddp_mp import _C, agreement, guards, installing, leaves, versions
 from ddp_mp.comm import Communicator
 from ddp_mp.leaves import LeafPool
 from ddp_mp.model import model_of
@@ -21,7 +21,6 @@ __all__ = [
     "installing",
     "leaves",
     "model_of",
-    "registrations",
     "tensors_in",
     "versions",
 ]

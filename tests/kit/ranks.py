@@ -267,12 +267,11 @@ def let_go_of_failed_backward() -> None:
 
 def _require_clean() -> None:
     """Nothing of ddp_mp outlives the models of a test."""
-    from kit.inside import guards, installing, registrations
+    from kit.inside import guards, installing
 
     installing.uninstall()
     let_go_of_failed_backward()
     gc.collect()
-    left = [model for models in registrations.registrations._watched.values() for model in models]
+    left = guards.everywhere.models()
     kept = [type(other).__name__ for other in gc.get_referrers(*left)]
     assert not left, f"patched models outlive their wrappers: {left}, referred to by {kept}"
-    assert not list(guards.optimizer_steps._models), "models are still known to the optimizer's hook"

@@ -221,7 +221,7 @@ class Shortage:
         self.asked, self.fails_at = 0, 0
         for name in ("empty", "empty_like", "zeros"):
             patch.setattr(torch, name, self._checked(getattr(torch, name)))
-        patch.setattr(leaves._Arenas, "allocate", lambda arenas: self._allocate(arenas))
+        patch.setattr(leaves.Generation, "allocate", lambda generation: self._allocate(generation))
 
     def next(self) -> None:
         self.asked += 1
@@ -236,14 +236,12 @@ class Shortage:
 
         return checked
 
-    def _allocate(self, arenas: Any) -> None:
+    def _allocate(self, generation: Any) -> None:
         """As the method does, one arena after the other."""
-        if arenas.allocated:
-            return
-        for resize, nbytes in arenas._resize:
+        for resize, nbytes in generation._resize:
             self.next()
             resize(nbytes)
-        arenas.allocated = True
+        generation.allocated = True
 
 
 SCENES = ["first step", "later step", "accumulation", "kept graph", "evaluation"]

@@ -88,7 +88,7 @@ def test_check_finds_a_wait_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_check_finds_an_event_that_comes_too_early() -> None:
     module = torch.nn.Linear(4, 4)  # cast at once, not by the worker that is held up
-    pool = LeafPool(check.managed_parameters(module, set()), torch.bfloat16, ddp_mp.Options(), lambda row, leaf: None)
+    pool = LeafPool(check.managed_parameters(module, set()), torch.bfloat16, ddp_mp.Options())
     with torch.no_grad(), pytest.raises(check.CheckError, match="counts as done before it has run"):
         check._require_order(module, pool, CPU, 1.0)
     time.sleep(0.1)  # the worker is let go

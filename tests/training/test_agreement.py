@@ -81,7 +81,7 @@ def is_cast(ddp: DistributedDataParallel, name: str) -> bool:
     """Whether a leaf stands for the parameter."""
     model = model_of(ddp)
     assert model is not None
-    return model.casts(ddp.module.get_parameter(name))
+    return any(row.name == name for row in model.plan.pool.rows)
 
 
 def error_of(ddp: DistributedDataParallel) -> str:

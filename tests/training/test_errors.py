@@ -131,17 +131,16 @@ def test_interrupt_while_memory_of_leaves_is_given_back_leaves_masters_and_the_r
     trial = Trial(rank, mlp(), options={"first_bucket_mb": 1e-6, "bucket_mb": 1e-6})
     trial.train(vectors())
     (generation,) = trial.ddp.__dict__["_ddp_mp"].plan.pool.generations
-    (arenas,) = generation.arenas
-    assert not arenas.allocated
-    resize, nbytes = arenas._resize[place]
+    assert not generation.allocated
+    resize, nbytes = generation._resize[place]
 
     def interrupted(size: int) -> None:
         resize(size)
         if size == 0:
-            arenas._resize[place] = resize, nbytes
+            generation._resize[place] = resize, nbytes
             raise KeyboardInterrupt
 
-    arenas._resize[place] = interrupted, nbytes
+    generation._resize[place] = interrupted, nbytes
     with pytest.raises(KeyboardInterrupt), torch.no_grad():
         trial.ddp(torch.randn(4, 8))
     trial.check()

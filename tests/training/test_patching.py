@@ -350,7 +350,7 @@ class Odd(ddp_mp.Options):
 @contextlib.contextmanager
 def failing(where: str) -> Iterator[dict[str, Any]]:
     """Something that a patch does raises Luck; yields arguments of patch."""
-    patched = {"guards": (ddp_mp.model.optimizer_steps, "add"), "buffers": (ddp_mp.patching, "cast_buffers")}
+    patched = {"guards": (ddp_mp.model.everywhere, "add"), "buffers": (ddp_mp.patching, "cast_buffers")}
     with pytest.MonkeyPatch.context() as monkeypatch:
         if where in patched:
             monkeypatch.setattr(*patched[where], no_luck)
