@@ -564,7 +564,7 @@ static PyGetSetDef gradients_getset[] = {
     {"active", get_active, NULL, "Whether a backward is between begin() and end().", NULL},
     {"early", get_early, set_early, "Whether on_ready is called as buckets become ready.", NULL},
     {"fires", get_fires, NULL, "Hooks that fired since begin().", NULL},
-    {"refired", get_refired, NULL, "Whether in one backward a tensor fired twice, or both a leaf and its master, since reset().", NULL},
+    {"refired", get_refired, NULL, "Whether tensors fired twice, or leaf and master, in a backward since reset().", NULL},
     {"direct", get_direct, NULL, "Whether a gradient arrived on a master that has a leaf, since begin().", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -563,13 +563,24 @@ class Walk:
         """An optimizer step, where all ranks have the same gradients."""
         if subject.local:
             return False
+        subject.new_epoch()
+        subject.trial.oracle_step(subject.theirs)  # first: after any step, forwards need not share leaves with earlier ones
         subject.ours.step()
-        subject.trial.oracle_step(subject.theirs)
         subject.written(visible=subject.optimizer != "fused")
         for other in self.subjects.values():
             if not OPTIONS[other.options].get("reuse_unchanged"):
                 other.new_epoch()  # no promise that a step of any optimizer has left its weights alone
         return True
+
+    def step_inside(self, subject: Subject, sync: bool, seed: int) -> bool:
+        """A forward that begins with an optimizer step, and waits for its backward."""
+        if subject.local:
+            return False
+        handle = subject.module.register_forward_pre_hook(lambda *_: self.step(subject) and None)
+        try:
+            return self.forward(subject, "one", sync, seed)
+        finally:
+            handle.remove()
 
     def clip(self, subject: Subject, norm: float) -> None:
         """``clip_grad_norm_`` of what each rank has."""
@@ -735,6 +746,7 @@ ACTIONS: dict[str, dict[str, list[Any]]] = {
     "drop": {},
     "zero_grad": {"whose": ["wrapper", "module", "optimizer"], "to_none": [True, False]},
     "step": {},
+    "step_inside": {"sync": [True, False], "seed": list(range(8))},
     "clip": {"norm": [0.125, 100.0]},
     "set_grad": {"index": list(range(4)), "seed": list(range(8))},
     "evaluate": {"mode": ["no_grad", "inference", "grad"], "seed": list(range(8))},
