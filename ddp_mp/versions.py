@@ -11,11 +11,19 @@ import re
 from types import CodeType
 from typing import Any, NamedTuple
 
-import torch
-import torch.distributed
-
 #: The oldest PyTorch that ddp_mp is meant for.
 OLDEST = (2, 10)
+
+try:
+    import torch
+    import torch.distributed
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise ImportError(
+        f"ddp_mp needs PyTorch {OLDEST[0]}.{OLDEST[1]} or newer, and there is none in this environment: install torch, in "
+        "the build for your machine"
+    ) from None
 
 
 class Part(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,15 @@ def test_version_that_is_too_old_is_an_import_error(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ImportError) as error:
         importlib.import_module("ddp_mp")
     assert str(error.value) == f"ddp_mp needs PyTorch 2.10 or newer; this is {version}"
+
+
+def test_version_without_any_pytorch_is_an_import_error_that_says_so() -> None:
+    program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import ddp_mp"
+    result = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True)
+    assert result.stderr.splitlines()[-1] == (
+        "ImportError: ddp_mp needs PyTorch 2.10 or newer, and there is none in this environment: install torch, in the build "
+        "for your machine"
+    )
 
 
 @pytest.mark.parametrize("version", ["2.10.0", "2.13.0+cpu", "2.100.0", "3.0.0.dev20270101", "unknown"])
