@@ -31,7 +31,7 @@ PYTEST = mkdir -p build/tmp && tmp=$$(mktemp -d build/tmp/pytest-XXXXXX) && trap
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup dev demo test test-long test-all check docs sanitize mutate soak fuzz peers gallery bench gpu wheel compile-commands clean distclean
+.PHONY: help setup dev demo test test-long test-all check docs sanitize mutate soak fuzz peers gallery bench gpu versions wheel compile-commands clean distclean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-16s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -109,8 +109,13 @@ REHEARSE ?=
 gpu: ## everything that needs an NVIDIA GPU, in ten minutes; REHEARSE=1 runs the same steps, tiny, without one
 	$(PYTHON) scripts/gpu.py $(if $(REHEARSE),--rehearse) $(if $(filter file,$(origin PYTHON)),,--python "$(PYTHON)")
 
+# TORCH: releases of PyTorch; TESTS: what pytest is to run.  PIP_INDEX_URL names the index that PyTorch comes from.
+versions: $(BUILT) ## run `make test` and the acceptance scenarios on PyTorch 2.10 to 2.14, write docs/versions.md
+	$(PY) scripts/pytorch_versions.py $(if $(TORCH),--torch $(TORCH)) $(if $(TESTS),--tests $(TESTS))
+
+# PYTHONS: names on PATH, shims of a version manager, or paths.  The shell expands ~ and wildcards in it.
 wheel: $(DEPS) ## build an sdist and manylinux wheels into dist, for PYTHONS or every python3.X on PATH
-	PYTHON=$(PY) PYTHONS="$(PYTHONS)" scripts/wheels.sh
+	$(PY) scripts/wheels.py $(PYTHONS)
 
 compile-commands: $(DEPS) ## write compile_commands.json, for clangd and editors
 	$(PY) scripts/compile_commands.py

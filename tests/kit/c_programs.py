@@ -16,6 +16,8 @@ import subprocess
 
 ROOT = pathlib.Path(__file__).parents[2]
 CC = os.environ.get("CC", "gcc")
+#: What runs a program of a cross compiler.
+EMULATOR = shlex.split(os.environ.get("DDP_MP_EMULATOR", ""))
 FLAGS = {
     "plain": [],
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-O1", "-g"],
@@ -66,7 +68,7 @@ def runner(flavour: str) -> list[str] | None:
         if subprocess.run([CC, *FLAGS[flavour], str(source), "-o", str(binary)], capture_output=True).returncode:
             return None
         # ThreadSanitizer of older compilers cannot live with the address layout of newer kernels.
-        for prefix in ([], ["setarch", "--addr-no-randomize"]):
+        for prefix in (EMULATOR, ["setarch", "--addr-no-randomize", *EMULATOR]):
             if prefix and not shutil.which(prefix[0]):
                 continue
             if subprocess.run([*prefix, str(binary)], capture_output=True).returncode == 0:

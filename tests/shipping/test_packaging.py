@@ -6,12 +6,12 @@ import importlib.util
 import os
 import re
 import runpy
-import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -233,6 +233,8 @@ def test_source_distribution_builds_without_torch_and_nvcc(tmp_path: Path) -> No
     built = unpack_wheel(wheel, tmp_path / "unpacked")
     listed = {path.name for path in (ROOT / "ddp_mp/tools/shapes").glob("*.json")}
     assert {path.name for path in (tmp_path / "unpacked/ddp_mp/tools/shapes").glob("*.json")} == listed
+    for name in ("py.typed", "_C.pyi"):
+        assert (tmp_path / "unpacked/ddp_mp" / name).is_file()
     program = (
         "import importlib.util, sys\n"
         f"spec = importlib.util.spec_from_file_location('ddp_mp._C', {str(built)!r})\n"
@@ -258,16 +260,84 @@ def test_version_is_the_same_everywhere() -> None:
     assert numbers == [[], [], []]  # _version.py alone says it
 
 
-def test_wheels_without_an_interpreter_are_an_error_that_says_so(tmp_path: Path) -> None:
-    (tmp_path / "python3.12").write_text("#!/bin/sh\nexit 1\n")  # as a version manager's stand-in for one not installed
-    (tmp_path / "python3.12").chmod(0o755)
-    tools = {name: shutil.which(name) for name in ("bash", "dirname")}
-    for name, path in tools.items():
-        (tmp_path / name).symlink_to(str(path))
-    python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\necho {tmp_path}/python\n")
-    python.chmod(0o755)
-    environment = {"PATH": str(tmp_path), "PYTHON": str(python)}
-    result = subprocess.run([str(ROOT / "scripts/wheels.sh")], env=environment, capture_output=True, text=True)
+def wheels_command(path: Path, *names: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts/wheels.py"), *names]
+    return subprocess.run(command, env={"PATH": str(path)}, capture_output=True, text=True)
+
+
+def shim(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_wheels_without_an_interpreter_are_an_error_that_names_what_was_skipped(tmp_path: Path) -> None:
+    stand_in = shim(tmp_path / "python3.12", "echo 'manager: python3.12: command not found' >&2; exit 127")
+    result = wheels_command(tmp_path)
     assert result.returncode == 1
-    assert result.stderr == "wheels: no python3.10 to python3.14 found; name interpreters in PYTHONS\n"
+    assert result.stderr == (
+        f"wheels: skipped {stand_in}: does not run: manager: python3.12: command not found\n"
+        "wheels: no python3.10 to python3.14 on PATH can be used; name interpreters in PYTHONS\n"
+    )
+
+
+def test_wheels_of_what_is_no_usable_python_are_skipped_by_name(tmp_path: Path) -> None:
+    old = shim(tmp_path / "old", """echo '["/old", [3, 9], "cpython", true, false]'""")
+    free = shim(tmp_path / "free", """echo '["/free", [3, 14], "cpython", true, true]'""")
+    bare = shim(tmp_path / "bare", """echo '["/bare", [3, 12], "cpython", false, false]'""")
+    result = wheels_command(tmp_path, old, free, bare, "missing")
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[:4] == [
+        f"wheels: skipped {old}: is cpython 3.9; wheels are for CPython 3.10 to 3.14",
+        f"wheels: skipped {free}: is cpython 3.14t; wheels are for CPython 3.10 to 3.14",
+        f"wheels: skipped {bare}: is cpython 3.12 without Python.h; install its headers",
+        "wheels: skipped missing: not found",
+    ]
+
+
+def test_wheels_find_the_interpreter_behind_names_shims_and_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wheels = runpy.run_path(str(ROOT / "scripts/wheels.py"))
+    (tmp_path / "shims").mkdir()
+    (tmp_path / "bin").mkdir()
+    for minor in range(10, 15):  # a manager that has none of them
+        shim(tmp_path / f"shims/python3.{minor}", "exit 127")
+    behind = shim(tmp_path / "bin/python3.12", """echo '["/real/python3.12", [3, 12], "cpython", true, false]'""")
+    monkeypatch.setenv("PATH", f"{tmp_path}/shims:{tmp_path}/bin:/usr/bin:/bin")
+    monkeypatch.chdir(tmp_path)
+    assert ("/real/python3.12", 12) in wheels["choose"]([])
+    assert f"skipped {tmp_path}/shims/python3.12: does not run" in capsys.readouterr().err
+    assert wheels["choose"]([behind]) == wheels["choose"](["bin/python3.12"]) == [("/real/python3.12", 12)]
+    capsys.readouterr()
+    assert wheels["choose"]([behind, "bin/python3.12"]) == [("/real/python3.12", 12)]
+    assert capsys.readouterr().err == "wheels: skipped bin/python3.12: /real/python3.12 is Python 3.12 too\n"
+
+
+@pytest.fixture
+def notes() -> Callable[[str, str, str], str]:
+    function: Callable[[str, str, str], str] = runpy.run_path(str(ROOT / "scripts/release.py"))["notes"]
+    return function
+
+
+CHANGES = "# Changelog\n\n## 0.2.0 (a day)\n\n* New.\n\n## 0.1.0\n\n* Old.\n"
+
+
+def test_release_notes_are_the_section_of_the_version(notes: Callable[[str, str, str], str]) -> None:
+    assert notes("v0.2.0", "0.2.0", CHANGES) == "* New."
+    assert notes("v0.1.0", "0.1.0", CHANGES) == "* Old."
+
+
+def test_release_of_another_version_than_the_tag_says_is_refused(notes: Callable[[str, str, str], str]) -> None:
+    with pytest.raises(SystemExit, match=r"the tag is v0\.3\.0, ddp_mp/_version\.py says 0\.2\.0"):
+        notes("v0.3.0", "0.2.0", CHANGES)
+
+
+def test_release_without_notes_is_refused(notes: Callable[[str, str, str], str]) -> None:
+    with pytest.raises(SystemExit, match=r"CHANGELOG\.md has no section 0\.2"):
+        notes("v0.2", "0.2", CHANGES.replace("0.2.0", "Unreleased"))
+
+
+def test_version_is_that_of_a_tag_of_this_commit() -> None:
+    tags = subprocess.run(["git", "tag", "--points-at", "HEAD", "v*"], cwd=ROOT, capture_output=True, text=True)
+    assert set(tags.stdout.split()) <= {f"v{ddp_mp.__version__}"}
