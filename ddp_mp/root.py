@@ -169,7 +169,7 @@ class RootModel:
 class _Events(deque[_C.Event]):
     """The events of one module.  A copy is empty: events belong to this process and to this pass."""
 
-    def __reduce__(self) -> tuple[type[_Events], tuple[()]]:
+    def __reduce__(self) -> Any:
         return _Events, ()
 
 
