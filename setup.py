@@ -2,7 +2,8 @@
 
 Everything that is not about the extension is in pyproject.toml.  Environment variables:
 
-``DDP_MP_DEVELOP=1``    warnings are errors
+``DDP_MP_DEVELOP=1``    warnings are errors; sets ``DDP_MP_TESTING``, too
+``DDP_MP_TESTING=1``    functions that only tests and benchmarks call are built in: never in a wheel
 ``DDP_MP_DEBUG=1``      ``-O0 -g3`` with assertions
 ``DDP_MP_SANITIZE=...`` ``address,undefined`` or ``thread``
 ``DDP_MP_CUDA=0``       no kernel image, also where nvcc is found (the kernels can still be compiled at run time)
@@ -26,6 +27,7 @@ from setuptools.command.build_ext import build_ext
 KERNELS = "csrc/cuda"
 SOURCE = f"{KERNELS}/cast.cu"
 HELPER = f"{KERNELS}/build_image.py"
+TESTING = "tests/kit/c/testing.c"
 
 
 def version() -> str:
@@ -206,13 +208,14 @@ def _own_flags(source: str) -> list[str]:
 
 
 compiling, linking = flags()
+testing = enabled("DDP_MP_DEVELOP") or enabled("DDP_MP_TESTING")
 setup(
     ext_modules=[
         Extension(
             "ddp_mp._C",
-            sources=sorted(glob("csrc/*/*.c")),
+            sources=[*sorted(glob("csrc/*/*.c")), *([TESTING] if testing else [])],
             include_dirs=["csrc"],
-            define_macros=[("MP_VERSION", f'"{version()}"')],
+            define_macros=[("MP_VERSION", f'"{version()}"'), *([("DDP_MP_TESTING", "1")] if testing else [])],
             extra_compile_args=compiling,
             extra_link_args=linking,
             # Every file that is compiled or embedded, so that a change of any of them builds the extension again.

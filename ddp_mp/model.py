@@ -255,7 +255,7 @@ def summary(model: PatchedModel) -> str:
 
 def _backend(device_type: str) -> str:
     if device_type == "cpu":
-        return f"the host backend ({_C.host_isa()})"
+        return f"the host backend ({_C.build_info()['simd']})"
     return f"the CUDA backend ({_C.build_info()['cuda']})"
 
 

@@ -149,11 +149,18 @@ class RootModel:
                 self.run()
                 return
         self.casts += 1
-        queues: defaultdict[nn.Module, _C.EventDeque] = defaultdict(_C.EventDeque)
+        queues: defaultdict[nn.Module, _Events] = defaultdict(_Events)
         events = [[group.engine.event(b) for b in range(group.bucket_count)] for group in self.groups]
         for module, (g, b) in self._module_events:
             queues[module].append(events[g][b])
         ddp._submodule_to_event = queues
+
+
+class _Events(deque[_C.Event]):
+    """The events of one module.  A copy is empty: events belong to this process and to this pass."""
+
+    def __reduce__(self) -> Any:
+        return _Events, ()
 
 
 class _RootGroup:

@@ -408,7 +408,6 @@ engine_clear(PyObject *object)
     size_t row_count = self->row_count, site_count = self->site_count;
     self->row_count = 0;
     self->site_count = 0;
-    self->home_count = 0;
     for (size_t i = 0; i < site_count; i++) {
         Py_CLEAR(self->sites[i].dict);
         Py_CLEAR(self->sites[i].key);
@@ -445,7 +444,6 @@ engine_dealloc(PyObject *object)
     PyMem_Free(self->arenas);
     PyMem_Free(self->buckets);
     mp_plan_fini(&self->plan);
-    PyMem_Free(self->homes);
     PyMem_Free(self->sites);
     Py_XDECREF(self->names);
     PyMem_Free(self->moved);

@@ -28,12 +28,6 @@ typedef struct engine_site {
     size_t row;
 } engine_site;
 
-/* A module's parameters, once however many sites are in it. */
-typedef struct engine_home {
-    PyObject *dict;   /* borrowed from a site */
-    uint64_t version; /* its version tag when every site held what the plan says; 0: look again */
-} engine_home;
-
 /* Addresses to prefetch, see engine_hints.c; any may be NULL. */
 typedef struct engine_hint {
     const char *param, *master, *low; /* the tensors' implementations */
@@ -75,8 +69,6 @@ typedef struct Engine {
 
     size_t site_count;
     engine_site *sites;
-    size_t home_count;
-    engine_home *homes;
 
     mp_plan plan;
     engine_bucket *buckets;

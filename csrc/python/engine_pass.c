@@ -11,9 +11,6 @@
 /* Rows ahead.  At some 100 ns of work a row this is a little more than one access to memory; 4 to 16 measure alike. */
 #define AHEAD 8
 
-/* The same for modules, with next to no work each. */
-#define HOMES_AHEAD 32
-
 static inline void
 prefetch_param(const Engine *self, size_t row)
 {
@@ -84,42 +81,9 @@ mp_engine_drain(Engine *self)
 
 /* ---- checking --------------------------------------------------------------------------------------------------- */
 
-/* Changes whenever the dictionary does.  0, which stands for nothing known, where CPython has no such number any more. */
-static uint64_t
-dict_version(PyObject *dict)
-{
-#if PY_VERSION_HEX < 0x030E0000
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wdeprecated-declarations" /* since 3.12, gone in 3.14 */
-    return ((PyDictObject *)dict)->ma_version_tag;
-#pragma GCC diagnostic pop
-#else
-    (void)dict;
-    return 0;
-#endif
-}
-
-/* Whether no module's dictionary has changed since every site was found right.  A version is one cache line a module,
- * at an address known beforehand; a look into a dictionary is four, one behind the other (12 us less for 200
- * parameters). */
-static int
-homes_unchanged(Engine *self)
-{
-    for (size_t i = 0; i < self->home_count; i++) {
-        if (i + HOMES_AHEAD < self->home_count) {
-            __builtin_prefetch(&((PyDictObject *)self->homes[i + HOMES_AHEAD].dict)->ma_keys);
-        }
-        uint64_t version = dict_version(self->homes[i].dict);
-        if (version == 0 || version != self->homes[i].version) {
-            return 0;
-        }
-    }
-    return 1;
-}
-
 /* 1 when every site holds the plan's parameter object, 0 when one does not, -1 with an exception. */
 static int
-look_at_sites(Engine *self)
+check_sites(Engine *self)
 {
     for (size_t i = 0; i < self->site_count; i++) {
         const engine_site *site = &self->sites[i];
@@ -133,23 +97,6 @@ look_at_sites(Engine *self)
         }
     }
     return 1;
-}
-
-/* The same.  Versions are read before the dictionaries: what changes in between is seen next time. */
-static int
-check_sites(Engine *self)
-{
-    if (homes_unchanged(self)) {
-        return 1;
-    }
-    for (size_t i = 0; i < self->home_count; i++) {
-        self->homes[i].version = dict_version(self->homes[i].dict);
-    }
-    int result = look_at_sites(self);
-    for (size_t i = 0; result != 1 && i < self->home_count; i++) {
-        self->homes[i].version = 0;
-    }
-    return result;
 }
 
 /* Sets moved[row].  A tensor that cannot be read any more (its storage was freed, say) has moved, too. */

@@ -65,17 +65,6 @@ take_site(Engine *self, size_t index, PyObject *item)
     return 0;
 }
 
-/* The dictionaries of the sites, which come module by module: one that comes again later is only looked at twice. */
-static void
-take_homes(Engine *self)
-{
-    for (size_t i = 0; i < self->site_count; i++) {
-        if (i == 0 || self->sites[i].dict != self->sites[i - 1].dict) {
-            self->homes[self->home_count++].dict = self->sites[i].dict;
-        }
-    }
-}
-
 static int
 take_sites(Engine *self, PyObject *sites)
 {
@@ -86,8 +75,7 @@ take_sites(Engine *self, PyObject *sites)
     int result = -1;
     size_t count = (size_t)PyTuple_GET_SIZE(tuple);
     self->sites = PyMem_Calloc(count > 0 ? count : 1, sizeof *self->sites);
-    self->homes = PyMem_Calloc(count > 0 ? count : 1, sizeof *self->homes);
-    if (self->sites == NULL || self->homes == NULL) {
+    if (self->sites == NULL) {
         PyErr_NoMemory();
         goto done;
     }
@@ -97,7 +85,6 @@ take_sites(Engine *self, PyObject *sites)
             goto done;
         }
     }
-    take_homes(self);
     result = 0;
 done:
     Py_DECREF(tuple);

@@ -1,5 +1,4 @@
-/* Event: work recorded on a private cast stream, and the streams that can be made to wait for it.  The queues that hold
- * events are in event_queue.c.
+/* Event: work recorded on a private cast stream, and the streams that can be made to wait for it.
  *
  * An event does not change once it is made, so its methods may let go of the GIL.
  */

@@ -116,11 +116,15 @@ module_exec(PyObject *module)
     if (add_device_error(module, state) < 0 || add_constants(module) < 0) {
         return -1;
     }
-    if (mp_operations_init(module) < 0 || mp_knobs_init(module) < 0) {
+    if (mp_functions_init(module) < 0) {
         return -1;
     }
-    if (mp_event_init(module, state) < 0 || mp_event_queue_init(module, state) < 0 ||
-        mp_engine_init(module, state) < 0 || mp_wait_hook_init(module, state) < 0) {
+#ifdef DDP_MP_TESTING
+    if (mp_testing_init(module) < 0) {
+        return -1;
+    }
+#endif
+    if (mp_event_init(module, state) < 0 || mp_engine_init(module, state) < 0 || mp_wait_hook_init(module, state) < 0) {
         return -1;
     }
     return mp_leaves_init(module, state) < 0 ? -1 : mp_gradients_init(module, state);
@@ -131,7 +135,6 @@ module_traverse(PyObject *module, visitproc visit, void *arg)
 {
     mp_state *state = mp_state_of_module(module);
     Py_VISIT(state->event_type);
-    Py_VISIT(state->deque_type);
     Py_VISIT(state->engine_type);
     Py_VISIT(state->wait_hook_type);
     Py_VISIT(state->gradient_hook_type);
@@ -145,7 +148,6 @@ module_clear(PyObject *module)
 {
     mp_state *state = mp_state_of_module(module);
     Py_CLEAR(state->event_type);
-    Py_CLEAR(state->deque_type);
     Py_CLEAR(state->engine_type);
     Py_CLEAR(state->wait_hook_type);
     Py_CLEAR(state->device_error);

@@ -10,7 +10,6 @@
 
 typedef struct mp_state {
     PyTypeObject *event_type;      /* Event */
-    PyTypeObject *deque_type;      /* EventDeque */
     PyTypeObject *engine_type;     /* Engine */
     PyTypeObject *wait_hook_type;  /* what Engine.wait_hook returns */
     PyTypeObject *gradient_hook_type; /* what Gradients.hook returns */
@@ -30,7 +29,6 @@ mp_state *mp_state_of_module(PyObject *module);
 
 /* Each file that defines types adds them to the module and the state.  0, or -1 with an exception. */
 int mp_event_init(PyObject *module, mp_state *state);       /* event.c: Event */
-int mp_event_queue_init(PyObject *module, mp_state *state); /* event_queue.c: EventDeque */
 int mp_engine_init(PyObject *module, mp_state *state);      /* engine.c: Engine */
 int mp_wait_hook_init(PyObject *module, mp_state *state);   /* wait_hook.c: what Engine.wait_hook returns */
 int mp_leaves_init(PyObject *module, mp_state *state);      /* leaves.c: Leaves */

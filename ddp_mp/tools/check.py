@@ -98,7 +98,7 @@ def check_casts(place: torch.device) -> str:
 
 def _require_cast(values: torch.Tensor, dst: torch.dtype) -> None:
     out = torch.empty(values.shape, dtype=dst, device=values.device)
-    _C.cast(values, out)
+    _cast(values, out)
     due = values.to(dst)
     wrong = ~((_bits(out) == _bits(due)) | (out.isnan() & due.isnan()))
     if wrong.any():
@@ -107,6 +107,14 @@ def _require_cast(values: torch.Tensor, dst: torch.dtype) -> None:
             f"{values.dtype} to {dst}: {int(wrong.sum())} of {values.numel()} values are wrong; {values[k].item()!r} should be "
             f"{due[k].item()!r} and is {out[k].item()!r}"
         )
+
+
+def _cast(values: torch.Tensor, out: torch.Tensor) -> None:
+    """``out[...] = values``, as the engine casts a parameter; the caller's stream waits for it."""
+    engine = _C.Engine([values], ["values"], [], str(out.dtype), 1 << 40, 1 << 40)
+    engine.bind([values], [out], None)
+    engine.cast()
+    engine.wait()
 
 
 def _values(dtype: torch.dtype) -> torch.Tensor:

@@ -192,7 +192,6 @@ FUNCTIONS: dict[str, Callable[[], Any]] = {
     "fuse": lambda: _C.fuse([ONE], [None], [OTHER], 1.0),
     "plan": lambda: _C.plan([100, 5000, 0], "bfloat16", 512, 4096),
     "build_info": _C.build_info,
-    "EventDeque": _C.EventDeque,
 }
 ONE, OTHER = torch.ones(4), torch.zeros(4)
 

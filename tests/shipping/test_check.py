@@ -7,7 +7,6 @@ import pathlib
 import subprocess
 import sys
 import time
-import types
 from typing import Any
 
 import pytest
@@ -42,14 +41,14 @@ def test_check_of_this_machine_passes_and_leaves_nothing(tmp_path: pathlib.Path)
 
 
 def wrong_in_one_bit(values: torch.Tensor, out: torch.Tensor) -> None:
-    """As ``_C.cast``, but for the sign of one value in a thousand."""
+    """A cast, but for the sign of one value in a thousand."""
     _C.cast(values, out)
     out[999::1000] *= -1
 
 
 def test_check_finds_a_wrong_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     check.check_casts(CPU)
-    monkeypatch.setattr(check, "_C", types.SimpleNamespace(cast=wrong_in_one_bit))
+    monkeypatch.setattr(check, "_cast", wrong_in_one_bit)
     with pytest.raises(check.CheckError, match=r"torch\.float64 to torch\.float64: \d+ of \d+ values are wrong"):
         check.check_casts(CPU)
 

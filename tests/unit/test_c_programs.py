@@ -16,7 +16,7 @@ PROGRAMS = {path.stem: path for path in sorted(FOLDER.glob("*.c"))} | {
     f"test_{path.parent.name}": path for path in sorted(FOLDER.glob("*/main.c"))
 }
 #: Programs whose subject is shared between threads, or is meant to be.
-THREADED = {"test_host", "test_deque", "test_plan"}
+THREADED = {"test_host", "test_plan"}
 #: Programs that take a while under a sanitizer.
 LONG = {"test_host", "test_cast"}
 CASES = [

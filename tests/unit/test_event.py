@@ -1,23 +1,17 @@
-"""Event and EventDeque on the host backend."""
+"""Event on the host backend."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import pickle
-import sys
 import threading
-import time
 import weakref
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kit.inside import _C
 from torch import nn
 from torch.nn import Parameter
@@ -200,206 +194,9 @@ def test_event_cannot_be_pickled_or_copied(caster: Caster) -> None:
         copy.deepcopy(event)
 
 
-@pytest.mark.parametrize("kind", [_C.Event, _C.EventDeque])
-def test_types_are_immutable_and_final(kind: type) -> None:
+def test_event_is_immutable_and_final() -> None:
+    kind: Any = _C.Event
     with pytest.raises(TypeError, match="immutable"):
-        kind.extra = 1  # type: ignore[attr-defined]
+        kind.extra = 1
     with pytest.raises(TypeError, match="not an acceptable base type"):
         type("Derived", (kind,), {})
-
-
-# --- EventDeque ----------------------------------------------------------------------------------------------------
-
-EVENTS = [Caster().engine.event(0) for _ in range(8)]
-
-
-class DequeMachine(RuleBasedStateMachine):
-    """Every sequence of operations gives what collections.deque gives, errors and their texts included."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ours = _C.EventDeque()
-        self.theirs: deque[_C.Event] = deque()
-
-    def both(self, operation: Callable[[Any], Any]) -> None:
-        results = []
-        for one in (self.ours, self.theirs):
-            try:
-                results.append((operation(one), None))
-            except Exception as error:
-                results.append((type(error), str(error)))
-        assert results[0] == results[1]
-
-    @rule(event=st.sampled_from(EVENTS))
-    def append(self, event: _C.Event) -> None:
-        self.both(lambda one: one.append(event))
-
-    @rule(event=st.sampled_from(EVENTS))
-    def appendleft(self, event: _C.Event) -> None:
-        self.both(lambda one: one.appendleft(event))
-
-    @rule(events=st.lists(st.sampled_from(EVENTS), min_size=5, max_size=40), left=st.booleans())
-    def append_many(self, events: list[_C.Event], left: bool) -> None:
-        for event in events:
-            self.both(lambda one, event=event: (one.appendleft if left else one.append)(event))
-
-    @rule()
-    def pop(self) -> None:
-        self.both(lambda one: one.pop())
-
-    @rule()
-    def popleft(self) -> None:
-        self.both(lambda one: one.popleft())
-
-    @rule(count=st.integers(1, 40), left=st.booleans())
-    def pop_many(self, count: int, left: bool) -> None:
-        for _ in range(count):
-            self.both(lambda one: one.popleft() if left else one.pop())
-
-    @rule()
-    def clear(self) -> None:
-        self.both(lambda one: one.clear())
-
-    @rule(index=st.integers(-50, 50) | st.sampled_from([sys.maxsize, -sys.maxsize - 1]))
-    def getitem(self, index: int) -> None:
-        self.both(lambda one: one[index])
-
-    @rule(event=st.sampled_from(EVENTS))
-    def contains(self, event: _C.Event) -> None:
-        self.both(lambda one: event in one)
-
-    @invariant()
-    def same(self) -> None:
-        self.both(len)
-        self.both(bool)
-        self.both(list)
-
-
-TestDeque = DequeMachine.TestCase
-TestDeque.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
-
-
-def test_deque_index_that_is_no_integer_raises_as_deque_does() -> None:
-    for index in ("0", 1.0, slice(0, 1), None):
-        texts = []
-        for one in (_C.EventDeque(), deque()):
-            with pytest.raises(TypeError) as caught:
-                one[index]  # type: ignore[index]
-            texts.append(str(caught.value).replace("ddp_mp._C.EventDeque", "deque"))
-        assert texts[0] == texts[1]
-
-
-@pytest.mark.parametrize("end", ["append", "appendleft"])
-@pytest.mark.parametrize("item", [None, 0, "event", torch.zeros(1), _C.EventDeque()], ids=lambda item: type(item).__name__)
-def test_deque_takes_events_only(end: str, item: object) -> None:
-    queue = _C.EventDeque()
-    with pytest.raises(TypeError, match="expected an Event, got "):
-        getattr(queue, end)(item)
-    assert len(queue) == 0
-
-
-def test_deque_takes_no_arguments() -> None:
-    with pytest.raises(TypeError, match="takes no arguments"):
-        _C.EventDeque([])  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="takes no arguments"):
-        _C.EventDeque(maxlen=3)  # type: ignore[call-arg]
-
-
-def test_deque_iterator_goes_over_what_was_there() -> None:
-    queue = _C.EventDeque()
-    for event in EVENTS[:3]:
-        queue.append(event)
-    seen = []
-    for event in queue:
-        seen.append(event)
-        queue.append(event)
-        queue.popleft()
-    assert seen == EVENTS[:3]
-
-
-@settings(deadline=None)
-@given(st.integers(0, 30), st.integers(0, 30))
-def test_deque_references_are_balanced(pushed: int, popped: int) -> None:
-    event = Caster(1).engine.event(0)
-    queue = _C.EventDeque()
-    # Counts are taken outside of assertions, which hold what they evaluate.
-    before = sys.getrefcount(event)
-    for i in range(pushed):
-        (queue.append if i % 2 else queue.appendleft)(event)
-    for i in range(min(popped, pushed)):
-        (queue.pop if i % 2 else queue.popleft)()
-    full = sys.getrefcount(event)
-    list(queue)
-    if len(queue):
-        queue[0]
-    read = sys.getrefcount(event)
-    queue.clear()
-    cleared = sys.getrefcount(event)
-    assert (full, read, cleared) == (before + pushed - min(popped, pushed),) * 2 + (before,)
-
-
-def test_deque_dropped_drops_its_events(event: _C.Event) -> None:
-    before = sys.getrefcount(event)
-    queue = _C.EventDeque()
-    for _ in range(9):
-        queue.append(event)
-    during = sys.getrefcount(event)
-    del queue
-    after = sys.getrefcount(event)
-    assert (during, after) == (before + 9, before)
-
-
-def test_deque_of_threads_loses_nothing() -> None:
-    """Four threads push while four pop: every event comes out once."""
-    queue = _C.EventDeque()
-    rounds = 2000
-    popped: list[int] = []
-
-    def push(left: bool) -> None:
-        for i in range(rounds):
-            (queue.appendleft if left else queue.append)(EVENTS[i % len(EVENTS)])
-
-    def pull(left: bool) -> None:
-        count, end = 0, time.monotonic() + 60
-        while count < rounds and time.monotonic() < end:
-            try:
-                (queue.popleft if left else queue.pop)()
-                count += 1
-            except IndexError:
-                time.sleep(0)
-        popped.append(count)
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [in_thread(lambda work=work, i=i: work(i % 2 == 0)) for i in range(4) for work in (push, pull)]
-        for thread in threads:
-            thread.join(90)
-    finally:
-        sys.setswitchinterval(interval)
-    assert popped == [rounds] * 4
-    assert len(queue) == 0
-
-
-def test_deque_copies_are_empty() -> None:
-    queue = _C.EventDeque()
-    queue.append(EVENTS[0])
-    for made in (copy.deepcopy(queue), pickle.loads(pickle.dumps(queue))):
-        assert type(made) is _C.EventDeque
-        assert len(made) == 0
-    assert len(queue) == 1
-
-
-def test_deques_serve_upstreams_hook(caster: Caster) -> None:
-    """The lines of PyTorch's _module_wait_for_copy_hook that touch it, with a stub for the device's stream."""
-    table = defaultdict(_C.EventDeque)
-    table[caster.module].append(caster.cast())
-    for expected in (True, False):
-        try:
-            event = table[caster.module].popleft()
-        except IndexError:
-            assert not expected
-            continue
-        assert expected
-        event.wait(stream=Stub())
-        assert torch.equal(caster.low, caster.expected())
