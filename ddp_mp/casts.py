@@ -24,8 +24,8 @@ DTYPE_NAME = {
 class ReplacedError(Exception):
     """The module has other parameters than the plan knows: the plan must be built again.  The text says what they did."""
 
-    def __init__(self, what: str = "were replaced") -> None:
-        super().__init__(what)
+    def __init__(self, *, thawed: bool = False) -> None:
+        super().__init__("require grad now" if thawed else "were replaced")
 
 
 def new_engine(rows: Sequence[Managed], dtype: torch.dtype, options: Options) -> _C.Engine:

@@ -230,8 +230,8 @@ class Forward:
         if other is not self._low and not call.inside:
             self._warn(
                 _AUTOCAST,
-                f"this model computes in {self._low}, and it is called inside torch.autocast of {other}; give both the same "
-                "type, or leave the autocast out and patch with ddp_mp.Options(autocast=True)",
+                f"ddp_mp: this model computes in {self._low}, and it is called inside torch.autocast of {other}; give both the "
+                "same type, or leave the autocast out and patch with ddp_mp.Options(autocast=True)",
             )
 
     # --- the end -----------------------------------------------------------------------------------------------------
@@ -372,9 +372,9 @@ class Forward:
                 row.master.copy_(torch.where(untouched, row.master.data, leaf.to(row.master.dtype)))
                 self._warn(
                     row.name,
-                    f"parameter {row.name!r} was written inside the forward, where the module holds its {leaf.dtype} leaf: the "
-                    "values are carried to the master, rounded; write inside `with ddp_mp.full_precision(ddp):`, where the "
-                    "module holds its masters",
+                    f"ddp_mp: parameter {row.name!r} was written inside the forward, where the module holds its {leaf.dtype} "
+                    "leaf: the values are carried to the master, rounded; write inside `with ddp_mp.full_precision(ddp):`, where "
+                    "the module holds its masters",
                 )
         generation.sites.remember()
 
@@ -382,7 +382,7 @@ class Forward:
         """Warns once of each subject."""
         if subject not in self._warned:
             self._warned.add(subject)
-            warnings.warn(f"ddp_mp: {text}", stacklevel=4)
+            warnings.warn(text, stacklevel=4)
 
 
 def _wait(plan: Plan) -> None:

@@ -176,7 +176,7 @@ class LeafPool:
         """Raises ReplacedError when the plan must be built anew, as far as no engine sees it: a parameter that was frozen
         requires grad now, or a module holds another object in the place of one that is not cast, or one of another type."""
         if any(map(_requires_grad, self._frozen)):
-            raise ReplacedError("require grad now")
+            raise ReplacedError(thawed=True)
         same = all(map(operator.is_, map(dict.get, self._homes, self._keys), self._held))
         if not same or list(map(_dtype, self._held)) != self._dtypes:
             raise ReplacedError

@@ -65,7 +65,7 @@ def test_copies_of_a_common_part_are_ordinary_and_in_full_precision(rank: Rank, 
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("order", itertools.permutations(range(2)))
+@pytest.mark.parametrize("order", list(itertools.permutations(range(2))))
 @pytest.mark.parametrize("depth", [1, 2])
 def test_gradients_of_a_common_part_are_those_of_both_models(rank: Rank, order: tuple[int, ...], depth: int) -> None:
     part = scalar(1.0)
