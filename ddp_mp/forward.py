@@ -373,8 +373,8 @@ class Forward:
                 self._warn(
                     row.name,
                     f"ddp_mp: parameter {row.name!r} was written inside the forward, where the module holds its {leaf.dtype} "
-                    "leaf: the values are carried to the master, rounded; write inside `with ddp_mp.full_precision(ddp):`, where "
-                    "the module holds its masters",
+                    "leaf: the values are carried to the master, rounded; write inside `with ddp_mp.full_precision(ddp):`, "
+                    "where the module holds its masters",
                 )
         generation.sites.remember()
 
