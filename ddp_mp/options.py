@@ -52,7 +52,10 @@ def validate_precision(precision: _MixedPrecision) -> _MixedPrecision:
 
 @dataclass(frozen=True)
 class Options:
-    """How the casts are done.  The defaults are right for every model; where an option needs a promise of yours, it says so.
+    """How the casts are done.
+
+    The defaults are right for every model that can compute in ``param_dtype`` throughout.  Where an option needs a promise of
+    yours, it says so.
 
     Attributes:
         hooks: ``"all"`` replaces PyTorch's three mixed-precision hooks; ``"root"`` replaces only the root hook that casts
