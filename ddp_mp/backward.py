@@ -2,44 +2,32 @@
 
 A backward is recognised by a hook on the outputs of a forward, which belongs to the outermost graph task even when blocks
 inside are checkpointed, or, where a loss does not come from an output, by the first gradient that arrives.
+
+A graph leads to the leaves that a forward was computed with, and to the master itself where a loss uses it directly.  What
+``torch.autograd.grad`` and ``backward(inputs=)`` are asked of a master is asked of its leaves too: inputs that are masters are
+widened to both, and results are summed in the master's type, differentiably.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import get_ident
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd import Variable
 
-from .hooks import span, weakly
-from .leaves import LeafPool, Placement, place, take_back, uncover
+from .hooks import in_range, profiling, weakly
+from .leaves import LeafPool, place, take_back, uncover
 from .log import logger
 from .reducer import Reducer
-from .step import Pass, Region, Training
+from .step import Pass, Region, Running, Training
 
 #: Whether the backward under way was asked to keep its graph (``retain_graph``).
 _graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph
-
-
-class _Running:
-    """The backward under way."""
-
-    __slots__ = ("hidden", "passes", "placements", "sync", "task", "thread", "was_low")
-
-    def __init__(self, task: int, sync: bool, was_low: bool) -> None:
-        self.task, self.sync, self.was_low = task, sync, was_low
-        self.passes: list[Pass] = []
-        self.placements: list[Placement] = []
-        self.hidden: Pass | None = None  # a forward whose outputs the loss did not come through
-        self.thread = get_ident()
-
-    def known_to(self, thread: int) -> bool:
-        """Whether it runs in this thread, or was most likely started by it: autograd may have threads of its own."""
-        return thread == self.thread or any(thread == reached.thread for reached in self.passes)
 
 
 class Backward:
@@ -47,29 +35,23 @@ class Backward:
 
     Args:
         pool: the leaves.
-        training: where training with them stands.
         region: says whether the module computes in low precision.
-
-    Attributes:
-        reducer: what becomes of gradients; set by the plan.
+        make_reducer: makes what takes gradients from there on, of what hears of a gradient while no backward is known, and of
+            what hears of an error in a hook.
 
     Thread safety: autograd calls the hooks from its own threads, one at a time, under the GIL.
     """
 
-    def __init__(self, pool: LeafPool, training: Training, region: Region) -> None:
-        self.pool, self.training, self.region = pool, training, region
-        self.reducer: Reducer
-        self.shared = False  # another wrapper trains some of the same masters
-        self.previous: Callable[[], Backward | None] = lambda: None  # that of the plan before, while forwards keep it
-        self.before_patch = False  # whether a forward from before the model was patched may still have its backward
+    def __init__(
+        self,
+        pool: LeafPool,
+        region: Region,
+        make_reducer: Callable[[Callable[[int, bool], None], Callable[[], None]], Reducer],
+    ) -> None:
+        self.pool, self.region = pool, region
+        self.training = Training(self)
+        self.reducer = make_reducer(weakly(self._late, None), weakly(self.fail, None))
         self._warned = False
-        training.on_backward, training.on_dead = weakly(self._start, None), weakly(self._graph_died, None)
-        self.futures: list[Any] = []  # of buffer communication hooks: waited for at the end of the next backward
-
-    def abandon(self) -> None:
-        """The model is not patched any more: a backward of an earlier forward is an error from now on."""
-        for waiting in self.training.passes:
-            waiting.abandoned = True
 
     def drop_dead(self) -> None:
         """Cleans up after a backward that ended with an error outside our hooks, should its end not have been reported.
@@ -96,12 +78,12 @@ class Backward:
 
         return end
 
-    def late(self, row: int, elsewhere: bool) -> None:
+    def _late(self, row: int, elsewhere: bool) -> None:
         """A gradient arrived and no backward is known: the last forward's, whose outputs the loss did not come through.
 
         ``elsewhere``: on a master that has a leaf.  That backward is none of ours: the gradient is where it belongs.
         """
-        if elsewhere and not self.before_patch:
+        if elsewhere and not self.training.before_patch:
             return
         if self.training.forwarding is not None:
             self._begin(self.training.forwarding)
@@ -111,12 +93,13 @@ class Backward:
             self._begin(pending[-1])
             return
         hidden = Pass(None)  # the forward itself may still have a backward through its outputs
-        hidden.sync = pending[-1].sync if pending else self.before_patch
+        hidden.sync = pending[-1].sync if pending else self.training.before_patch
         self._begin(hidden)
         assert self.training.running is not None
         self.training.running.hidden = pending[-1] if pending else None
 
-    def _start(self, reached: Pass) -> None:
+    def start(self, reached: Pass) -> None:
+        """A backward reached the outputs of this forward."""
         running = self.training.running
         if running is not None:
             if reached in running.passes and running.task == torch._C._current_graph_task_id():
@@ -136,13 +119,16 @@ class Backward:
             raise
 
     def _begin(self, reached: Pass) -> None:
-        running = self.training.running = _Running(torch._C._current_graph_task_id(), reached.sync, self.region.low)
+        running = self.training.running = Running(torch._C._current_graph_task_id(), reached.sync, self.region.low)
         self._reach(running, reached)
-        several = self._several_casts(reached)
-        self.reducer.begin(reached.sync, early=not several and self._may_reduce_early(reached), several=several)
+        # graphs that wait, which the backward may go through too
+        others = self.training.passes != [reached] and [p for p in self.training.passes if p is not reached and p.pending]
+        several = bool(reached.earlier or (others and _are_of_other_casts(others, reached)))
+        early = not several and self._may_reduce_early(reached, others or ())
+        self.reducer.begin(reached.sync, early=early, several=several)
         Variable._execution_engine.queue_callback(_End(self, running))
 
-    def _reach(self, running: _Running, reached: Pass) -> None:
+    def _reach(self, running: Running, reached: Pass) -> None:
         """Outputs of this forward take part: its leaves are placed, for what a checkpoint computes again."""
         running.passes.append(reached)
         finished = reached.done and not reached.kept  # autograd has its own error for a graph that is gone
@@ -153,62 +139,63 @@ class Backward:
             running.placements.append(place(reached.generation))
             self.region.low = True
 
-    def _may_reduce_early(self, reached: Pass) -> bool:
+    def _may_reduce_early(self, reached: Pass, others: Sequence[Pass]) -> bool:
         """Whether a gradient that arrived is complete: not while other forwards or wrappers may add to it."""
-        if self.shared or reached is self.training.forwarding or not reached.watched:
+        if self.training.shared or reached is self.training.forwarding or reached.hook is None:
             return False
-        previous = self.previous()
-        if previous is not None and any(p.pending for p in previous.training.passes):
+        reference = self.training.previous
+        previous = None if reference is None else reference()
+        if previous is not None and any(p.pending for p in previous.passes):
             return False
-        return all(p is reached or p.sync or not p.pending for p in self.training.passes)
+        return not others or all(p.sync for p in others)
 
-    def _several_casts(self, reached: Pass) -> bool:
-        """Whether graphs that wait, which the backward may go through too, hold leaves of other casts."""
-        waiting = [p for p in self.training.passes if p is not reached and p.pending]
-        return bool(reached.earlier) or any(p.earlier or p.generation is not reached.generation for p in waiting)
-
-    def _finish(self, running: _Running) -> None:
-        if self.training.running is not running:
+    def _finish(self, running: Running) -> None:
+        training, reducer = self.training, self.reducer
+        if training.running is not running:
             return
         try:
-            touched = self.reducer.gradients.fires > 0
+            touched = reducer.gradients.fires > 0
             if touched:
                 for reached in running.passes:
-                    if reached is not self.training.forwarding:
+                    if reached is not training.forwarding:
                         reached.finish()
-            self._put_away(running)
-            with span("ddp_mp::finish"):
-                if touched:
-                    self._reduce(running)
-                else:  # torch.autograd.grad: no gradient was accumulated, a backward is still to come
-                    self.reducer.cancel()
-            while self.futures:
-                self.futures.pop(0).wait()
+            if profiling():
+                in_range("ddp_mp::restore", self._put_away)(running)
+                in_range("ddp_mp::finish", self._reduce)(running, touched)
+            else:
+                self._put_away(running)
+                self._reduce(running, touched)
+            while training.futures:
+                training.futures.pop(0).wait()
         except BaseException:
             self.fail()
             raise
-        self.training.running = None
+        training.running = None
 
-    def _put_away(self, running: _Running) -> None:
-        with span("ddp_mp::restore"):
-            placements, running.placements = running.placements, []
-            for placement in placements:
-                take_back(placement)
-            self.region.low = running.was_low
-            for generation in [each for reached in running.passes for each in reached.generations]:
+    def _put_away(self, running: Running) -> None:
+        placements, running.placements = running.placements, []
+        for placement in placements:
+            take_back(placement)
+        self.region.low = running.was_low
+        for reached in running.passes:
+            for generation in reached.generations:
                 self.pool.free(generation)
 
-    def _reduce(self, running: _Running) -> None:
+    def _reduce(self, running: Running, touched: bool) -> None:
+        if not touched:  # torch.autograd.grad: no gradient was accumulated, a backward is still to come
+            self.reducer.cancel()
+            return
         complete = self.reducer.finish(running.sync)
-        self.before_patch = False
-        self._warn_when_uncast(running)
+        self.training.before_patch = False
+        if not self.pool.rows:
+            self._warn_when_uncast(running)
         for done in (*running.passes, running.hidden):
             if done is not None:
                 done.sync = done.sync and not complete
-        self.training.passes = [p for p in self.training.passes if p.pending]
+        self.training.forget_done()
 
-    def _warn_when_uncast(self, running: _Running) -> None:
-        if not self.pool.rows and self.pool.dtype is not None and running.passes[0].watched and not self._warned:
+    def _warn_when_uncast(self, running: Running) -> None:
+        if self.pool.dtype is not None and running.passes[0].watched and not self._warned:
             self._warned = True
             warnings.warn(
                 f"ddp_mp: a training step of a patched model ended without any cast to {self.pool.dtype}: every parameter is "
@@ -230,7 +217,7 @@ class Backward:
         finally:
             self.reducer.abort()
 
-    def _graph_died(self, _hook: object) -> None:
+    def graph_died(self) -> None:
         """A forward was discarded: its leaves are freed, unless another one needs them.
 
         Python may find out anywhere, also in the middle of our own work, which sees to it then.
@@ -238,9 +225,10 @@ class Backward:
         if self.training.running is None:
             self.pool.free_unused()
 
-    def error(self) -> None:
-        """A hook of the reducer failed."""
-        self.fail()
+
+def _are_of_other_casts(others: Sequence[Pass], reached: Pass) -> bool:
+    """Whether graphs that wait hold leaves of other casts than that of this forward."""
+    return any(p.earlier or p.generation is not reached.generation for p in others)
 
 
 class _End:
@@ -253,7 +241,7 @@ class _End:
 
     __slots__ = ("_again", "_owner", "_running")
 
-    def __init__(self, owner: Backward, running: _Running) -> None:
+    def __init__(self, owner: Backward, running: Running) -> None:
         self._owner, self._running = weakref.ref(owner), running
         self._again = True
 
@@ -271,3 +259,92 @@ class _End:
         owner = self._owner()
         if owner is not None and owner.training.running is self._running:
             owner.fail()
+
+
+# --- inputs: what is asked of masters ----------------------------------------------------------------------------------------
+
+
+class Owner(Protocol):
+    """What knows of the leaves of a wrapped module."""
+
+    def leaves_of(self, master: torch.Tensor) -> list[torch.nn.Parameter]:
+        """Every leaf that stands for a master in a graph that may still have a backward."""
+
+
+class _Inputs:
+    """PyTorch's way to the engine while models are patched: all that ``torch.autograd`` runs passes through it.
+
+    Others may wrap it too, after us, and only the outermost wrapper can be taken off: below another one ours stays, and passes
+    everything through.
+    """
+
+    def __init__(self) -> None:
+        self._owners: weakref.WeakSet[Owner] = weakref.WeakSet()
+        self._ours: Any = None
+        self._original: Any = None
+
+    def watch(self, owner: Owner) -> None:
+        """Masters of the owner are widened from now on, while it lives."""
+        self._owners.add(owner)
+        home: Any = torch.autograd
+        if self._ours is None:
+            self._original = home._engine_run_backward
+            self._ours = home._engine_run_backward = self._wrapper(self._original)
+
+    def forget(self, owner: Owner) -> None:
+        """The owner is patched no more."""
+        self._owners.discard(owner)
+        home: Any = torch.autograd
+        if not self._owners and home._engine_run_backward is self._ours:
+            home._engine_run_backward = self._original
+            self._ours = self._original = None
+
+    def _wrapper(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            inputs = args[3] if len(args) > 3 else ()  # behind gradients and two flags
+            leaves = self._leaves(inputs) if inputs else None
+            if leaves is None:
+                return original(outputs, *args, **kwargs)
+            wide = tuple(tensor for value, more in zip(inputs, leaves, strict=True) for tensor in (value, *more))
+            if len(args) == 4:  # torch.autograd.backward
+                return original(outputs, *args[:3], wide, **kwargs)
+            found = iter(original(outputs, *args[:3], wide, True, *args[5:], **kwargs))  # one of several may be unused
+            sums = [_sum(value, [next(found) for _ in (value, *more)]) for value, more in zip(inputs, leaves, strict=True)]
+            if not args[4]:
+                _require_used(sums)
+            return tuple(sums)
+
+        return run
+
+    def _leaves(self, inputs: Sequence[Any]) -> list[list[torch.nn.Parameter]] | None:
+        """For each input the leaves that stand for it; None where there is none at all."""
+        if not any(isinstance(value, torch.nn.Parameter) for value in inputs):
+            return None
+        owners = list(self._owners)
+        leaves = [[leaf for owner in owners for leaf in owner.leaves_of(value)] for value in inputs]
+        return leaves if any(leaves) else None
+
+
+def _sum(master: Any, found: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """The sum of what the engine found for a master and its leaves; the user's hooks on the master see what leaves had."""
+    total, on_leaves = found[0], [part.to(master.dtype) for part in found[1:] if part is not None]
+    if not on_leaves:
+        return total
+    part = functools.reduce(torch.add, on_leaves)
+    for hook in list((master._backward_hooks or {}).values()):
+        changed = hook(part)
+        part = part if changed is None else changed
+    return part if total is None else total + part
+
+
+def _require_used(sums: Sequence[torch.Tensor | None]) -> None:
+    for index, value in enumerate(sums):
+        if value is None:
+            raise RuntimeError(
+                f"The differentiated Tensor at index {index} appears to not have been used in the graph. Set allow_unused=True "
+                "if this is the desired behavior."
+            )
+
+
+inputs = _Inputs()

@@ -51,7 +51,7 @@ class ReducerStandIn:
         """Static graph, first backward: our own end-of-backward callback does it."""
 
     def _install_post_backward_futures(self, futures: list[Any]) -> None:
-        self._model.plan.backward.futures.extend(futures)
+        self._model.plan.training.futures.extend(futures)
 
     # --- uneven inputs (Join) ----------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from . import _C, agreement
 from . import ddp as native
 from .autocast import LOW
+from .backward import inputs
 from .buckets import LooseBucket
 from .comm import Communicator
 from .ddp_reducer import LoggerStandIn, ReducerStandIn
@@ -24,7 +25,6 @@ from .forward import Forward
 from .full_precision import FullPrecisionModules
 from .guards import Guards, everywhere, held_by
 from .hooks import weakly
-from .inputs import inputs
 from .log import logger
 from .options import Options
 from .parameters import managed_parameters
@@ -206,7 +206,7 @@ class PatchedModel:
         old.retire()
         self.plan = self._new_plan(ddp)
         self.plan.reducer.rounds = old.reducer.rounds
-        self.plan.backward.previous = weakref.ref(old.backward)
+        self.plan.training.previous = weakref.ref(old.training)
         self.rebuilds += 1
         self.tell_ranks()
         _tell_shared()
@@ -216,7 +216,7 @@ def _tell_shared() -> None:
     """Tells plans that train some of the same masters: the next reduces what one leaves in ``.grad``, so that none is early."""
     plans = [model.plan for model in everywhere.models()]
     for plan in plans:
-        plan.backward.shared = any(other is not plan and not plan.ids.isdisjoint(other.ids) for other in plans)
+        plan.training.shared = any(other is not plan and not plan.ids.isdisjoint(other.ids) for other in plans)
 
 
 _SHOWN = 8  # names of parameters in one line of the log

@@ -155,7 +155,7 @@ def _patch_all(ddp: DistributedDataParallel, precision: _MixedPrecision, options
     model.built_with = built_with
     ddp.__dict__["_ddp_mp"] = model
     model.stand_in(ddp, logged)
-    model.plan.backward.before_patch = native.graph_is_alive(marked)
+    model.plan.training.before_patch = native.graph_is_alive(marked)
     _override(ddp, model)
     model.tell_ranks()
     log_plan(model, "patched")

@@ -6,6 +6,7 @@ forwards that were computed with the old one keep it until their backward.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,12 +18,11 @@ from .backward import Backward
 from .casts import require_shape
 from .comm import Communicator
 from .full_precision import FullPrecisionModules
-from .hooks import weakly
 from .leaves import LeafPool
 from .options import Options
 from .parameters import Managed, managed_parameters
 from .reducer import Reducer
-from .step import Region, Training
+from .step import Region
 from .waits import Waits
 
 # The property itself: a loop over many frozen parameters then runs in C.
@@ -64,18 +64,10 @@ class Plan:
         self.added: set[int] = set()  # ``id`` of parameters that came after the wrapper was built
         cast = {id(row) for row in self.pool.rows}
         self.is_cast = [id(row) in cast for row in self.trained]
-        self.training = Training()
-        self.backward = Backward(self.pool, self.training, self.region)
-        self.reducer = Reducer(
-            self.trained,
-            self.is_cast,
-            comm,
-            precision.reduce_dtype or precision.param_dtype,
-            caps,
-            weakly(self.backward.late, None),
-            weakly(self.backward.error, None),
-        )
-        self.backward.reducer = self.reducer
+        reduce_dtype = precision.reduce_dtype or precision.param_dtype
+        make_reducer = functools.partial(Reducer, self.trained, self.is_cast, comm, reduce_dtype, caps)
+        self.backward = Backward(self.pool, self.region, make_reducer)
+        self.training, self.reducer = self.backward.training, self.backward.reducer
         for row in self.rows:  # a frozen one too: it may be trained later in a forward
             row.leaf_hook = _drop_gradient
         for index, row in enumerate(self.trained):
@@ -97,7 +89,7 @@ class Plan:
 
     def detach(self) -> None:
         """Nothing of the plan is left on the module or its parameters; a backward of an earlier forward is an error."""
-        self.backward.abandon()
+        self.training.abandon()
         self.retire()
         self.reducer.detach()
 

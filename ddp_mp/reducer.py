@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 import torch
 
 from . import _C
-from .buckets import Extra, build
+from .buckets import Bucket, Extra, build
 from .comm import Communicator, GradBucket
-from .hooks import span
+from .hooks import in_range, profiling
 from .parameters import Managed
 
 
@@ -132,7 +132,8 @@ class Reducer:
         for hook in self._direct:
             hook.order()
         self.gradients.begin(sync and early and not self.hold and self.rounds > 0)
-        self._held, self._task = self._is_after_another(), torch._C._current_graph_task_id()
+        self._held = bool(self._under_way) and self._is_after_another()
+        self._task = torch._C._current_graph_task_id()
         self._was_open = self.open
         if sync:
             self.upgrade()
@@ -172,7 +173,8 @@ class Reducer:
         Returns whether the round is complete.  An incomplete one (some expected gradient is missing, and unused parameters
         were not announced) waits for another backward; :meth:`require_closed` complains about it at the next forward.
         """
-        self._show_sums()
+        if self._to_show:
+            self._show_sums()
         complete = sync and (self._next == len(self.buckets) or self.any_unused or not self._missing())
         used = None
         if complete:
@@ -285,17 +287,21 @@ class Reducer:
                 self._launch()
 
     def _launch(self) -> None:
-        self.comm.require_agreement()
+        if self.comm.unsettled is not None:
+            self.comm.require_agreement()
         if self._out_of_step:  # before the round's first collective, so that ranks pair it
             self.comm.require_same_round(self.rounds + 1, self.buckets)
             self._out_of_step = False
-        bucket = self.buckets[self._next]
-        last = self._next == len(self.buckets) - 1
-        before, after = self.comm.division(bucket.reduce_dtype or bucket.params[0].dtype)
-        with span("ddp_mp::reduce"):
-            buffer = bucket.contribution(before)
-            self._pending.append((self.comm.reduce(bucket, buffer, last), after))
+        if profiling():
+            in_range("ddp_mp::reduce", self._reduce)(self.buckets[self._next])
+        else:
+            self._reduce(self.buckets[self._next])
         self._next += 1
+
+    def _reduce(self, bucket: Bucket) -> None:
+        before, after = self.comm.division(bucket.reduce_dtype or bucket.params[0].dtype)
+        buffer = bucket.contribution(before)
+        self._pending.append((self.comm.reduce(bucket, buffer, bucket is self.buckets[-1]), after))
         self.reductions += 1
         self.bytes_reduced += buffer.numel() * buffer.element_size()  # a sparse tensor has no nbytes
 
