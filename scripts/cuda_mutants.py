@@ -17,7 +17,7 @@ CSRC = Path(__file__).resolve().parents[1] / "csrc"
 #: The backend itself: its calls of the driver, and what it refuses.
 BACKEND = ("cuda/backend", "cuda/device", "cuda/launch", "cuda/image")
 #: Who asks the backend for order.
-CALLERS = ("python/engine_pass", "python/engine", "python/event", "python/operations")
+CALLERS = ("python/engine_pass", "python/engine", "python/event")
 
 
 @dataclass
