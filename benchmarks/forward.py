@@ -25,11 +25,10 @@ from torch import nn
 from benchmarks.harness import Report, one_process_group, settings, synchronize
 from benchmarks.parts import timed_parts
 from benchmarks.step import SIZES, variants
-from ddp_mp import forward
+from ddp_mp.model import model_of
 from ddp_mp.tools.measure import HookClock, Spread, now, paired
 
 PARTS = ("module", "casts, leaves", "hooks")
-HOOKS = [(forward.Forward, name, "hooks") for name in ("_enter", "_leave")]
 CASTS = dict.fromkeys(("begin", "cast", "check_and_cast", "wait", "lower"), "casts, leaves")
 LEAVES = dict.fromkeys(("match", "place", "take_back", "changed"), "casts, leaves")
 SHOWN = ("bf16", "alone", "floor", "ddp_mp")
@@ -37,8 +36,11 @@ SHOWN = ("bf16", "alone", "floor", "ddp_mp")
 
 def watched(make: Callable[[], nn.Module], clock: HookClock) -> nn.Module:
     """A model whose forward is timed part by part."""
-    with timed_parts(clock, HOOKS, CASTS, {}, LEAVES):
-        model = make()  # its hooks are looked up now: they stay timed
+    with timed_parts(clock, (), CASTS, {}, LEAVES):
+        model = make()  # what is made of the C types now stays timed
+    patched = model_of(model)
+    for name in ("_enter", "_leave") if patched is not None else ():
+        setattr(patched.forward, name, clock.watch("hooks", getattr(patched.forward, name)))
     inner = getattr(model, "module", model)
     inner.forward = clock.watch("module", inner.forward)
     return model

@@ -61,7 +61,7 @@ METHODS: list[tuple[Any, str, str]] = [
     (forward.Forward, "_enter", "root hook: Python"),
     (leaves.Generation, "allocate", "root hook: get the leaves' memory"),
     (forward.Forward, "_leave", "after the forward: Python"),
-    (backward.Backward, "_start", "backward starts: Python"),
+    (backward.Backward, "start", "backward starts: Python"),
     (reducer.Reducer, "_bucket_ready", "bucket complete: Python"),
     (buckets.PackedBucket, "_full_memory", "bucket complete: get the gradients' memory"),
     (backward.Backward, "_finish", "backward ends: Python"),

@@ -24,7 +24,7 @@ from ddp_mp.tools.measure import Spread
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "variants"
-COPIED = ("setup.py", "csrc", "ddp_mp", "benchmarks", "scripts")
+COPIED = ("setup.py", "csrc", "ddp_mp", "benchmarks", "scripts", "tests/kit/c")
 
 
 @dataclass(frozen=True)
