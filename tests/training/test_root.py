@@ -248,3 +248,17 @@ def test_root_copy_of_the_module_is_an_ordinary_one(rank: Rank) -> None:
     plain = mlp()
     plain.load_state_dict(copy.deepcopy(trial.module.state_dict()))
     assert plain(torch.randn(2, 8)).dtype is F32
+
+
+@on_ranks(1)
+def test_root_copy_of_the_modules_events_is_empty(rank: Rank) -> None:
+    # events belong to a stream, and the copy's modules have casts of their own
+    with idle_device():
+        trial = Trial(rank, mlp(), how="later", options={"hooks": "root"})
+        trial.ddp(torch.randn(2, 8))
+        queue = next(iter(trial.ddp._submodule_to_event.values()))
+        queue.append(torch.Event())
+        copied = copy.deepcopy(queue)
+        assert type(copied) is type(queue)
+        assert not copied
+        ddp_mp.unpatch(trial.ddp)
